@@ -1,0 +1,67 @@
+"""What the service asks of the scheduler and what it is told: values without behaviour."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from scheduler.plan import SamplingParams, TokenLogprobs
+
+
+class ServiceClass(StrEnum):
+    INTERACTIVE = "interactive"
+    STANDARD = "standard"
+    BATCH = "batch"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """One generation to run. Times are seconds on the caller's monotonic clock."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams
+    arrival_s: float
+    stop_token_ids: frozenset[int] = frozenset()
+    """Sampling one of these ends the request with STOP; the id itself is part of the output ids."""
+    generated_token_ids: tuple[int, ...] = ()
+    """Tokens of earlier attempts that stand: they count towards max_tokens and are not reported again."""
+    service_class: ServiceClass = ServiceClass.STANDARD
+    ttft_s: float | None = None
+    """Target; None takes the class's default."""
+    tpot_s: float | None = None
+    deadline_s: float | None = None
+    """Past it the request ends EXPIRED."""
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Why `Scheduler.add` refused; a value, because it is the job's fault and nobody else's."""
+
+    field: str
+    value: int | float | str
+    limit: int | float | str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """What happened to one request since it was last reported."""
+
+    request_id: str
+    new_token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """As long as new_token_ids when the request asked for log-probabilities, else empty."""
+    finish: FinishReason | None = None
+    """Set exactly once, in the request's last update."""
+    error: str | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens taken from the prefix cache, in the last update."""
