@@ -1,0 +1,107 @@
+"""From settings to a running engine: loads the runner on the step thread and sizes the scheduler after it."""
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from kernels.deterministic import DeterministicOptions, DeterministicRunner, StepTime
+from kernels.runner import Runner, RunnerOptions, load_runner
+from scheduler.config import ClassTargets, Policy, SchedulerConfig
+from scheduler.scheduler import Scheduler
+from scheduler.spec import RequestUpdate, ServiceClass
+from service.engine.engine import Engine, StepObserver
+from service.engine.step_thread import StepThread
+from service.settings import Settings
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long the event loop may keep the interpreter lock from the step thread. Python's default, 5 ms, is as long as a
+third of a small model's step."""
+
+DETERMINISTIC_TOKEN_BYTES = 4096
+"""What a token is taken to occupy in the deterministic engine's pool, so that the same setting sizes it."""
+
+
+def load(settings: Settings) -> Runner:
+    """Load and warm up what the settings name; takes seconds. Runs on the step thread."""
+    if settings.engine == "deterministic":
+        return DeterministicRunner(
+            DeterministicOptions(
+                num_blocks=max(
+                    1, settings.kv_cache_bytes // (settings.block_size * DETERMINISTIC_TOKEN_BYTES)
+                ),
+                block_size=settings.block_size,
+                max_model_len=settings.max_model_len or 4096,
+                step_time=StepTime(step_s=settings.deterministic_step_ms / 1000),
+            )
+        )
+    runner = load_runner(
+        RunnerOptions(
+            model=settings.model,
+            device=settings.device,
+            dtype=settings.dtype,
+            quantization=settings.quantization,
+            block_size=settings.block_size,
+            kv_cache_bytes=settings.kv_cache_bytes,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            num_threads=settings.num_threads,
+        )
+    )
+    runner.warmup()
+    return runner
+
+
+async def start_step_thread(settings: Settings) -> tuple[StepThread, Runner]:
+    """Start the step thread and wait until its runner is loaded. Raises KernelsError when that fails."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    step_thread = StepThread(functools.partial(load, settings))
+    return step_thread, await step_thread.start()
+
+
+def make_scheduler(settings: Settings, runner: Runner, *, policy: str | None = None) -> Scheduler:
+    """A scheduler for this runner's pool; `policy` overrides the settings', for comparisons."""
+    return Scheduler(
+        SchedulerConfig(
+            num_blocks=runner.num_blocks,
+            block_size=runner.block_size,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=runner.max_model_len,
+            max_num_batched_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
+            policy=Policy(policy or settings.policy),
+            enable_prefix_caching=settings.prefix_caching,
+            max_waiting=settings.max_waiting,
+            targets=class_targets(settings),
+        )
+    )
+
+
+def class_targets(settings: Settings) -> Mapping[ServiceClass, ClassTargets]:
+    def seconds(milliseconds: int | None) -> float | None:
+        return None if milliseconds is None else milliseconds / 1000
+
+    return {
+        ServiceClass.INTERACTIVE: ClassTargets(
+            seconds(settings.interactive_ttft_ms), seconds(settings.interactive_tpot_ms)
+        ),
+        ServiceClass.STANDARD: ClassTargets(
+            seconds(settings.standard_ttft_ms), seconds(settings.standard_tpot_ms)
+        ),
+        ServiceClass.BATCH: ClassTargets(seconds(settings.batch_ttft_ms), seconds(settings.batch_tpot_ms)),
+    }
+
+
+def make_engine(
+    settings: Settings,
+    step_thread: StepThread,
+    runner: Runner,
+    on_updates: Callable[[Sequence[RequestUpdate]], None],
+    *,
+    on_step: StepObserver | None = None,
+    policy: str | None = None,
+) -> Engine:
+    """An engine over a started step thread. One at a time: they would share the runner's pool."""
+    scheduler = make_scheduler(settings, runner, policy=policy)
+    if on_step is None:
+        return Engine(scheduler, step_thread, on_updates)
+    return Engine(scheduler, step_thread, on_updates, on_step=on_step)

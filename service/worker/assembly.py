@@ -1,0 +1,122 @@
+"""Puts the parts of a worker together; none of them runs yet."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from kernels.runner import Runner
+from scheduler.plan import StepPlan, StepResult
+from service.connect import kafka_config, stream_config
+from service.engine import Engine, StepThread, make_engine
+from service.engine.build import class_targets
+from service.ingest.consumer import JobConsumer
+from service.ingest.producer import ResultProducer
+from service.metrics import Metrics
+from service.settings import Settings
+from service.stream.control import CancelListener
+from service.stream.publisher import StreamPublisher
+from service.text.tokenizer import Tokenizer
+from service.worker.context import Context, Names
+from service.worker.credit import CreditRule
+from service.worker.job_flow import JobFlow
+from service.worker.job_table import JobTable
+from service.worker.observer import Observer
+from service.worker.specs import ModelLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What took seconds to load."""
+
+    step_thread: StepThread
+    runner: Runner
+    tokenizer: Tokenizer
+    served_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    engine: Engine
+    publisher: StreamPublisher
+    producer: ResultProducer
+    consumer: JobConsumer
+    listener: CancelListener
+    flow: JobFlow
+    table: JobTable
+    observer: Observer
+
+
+def model_limits(settings: Settings, loaded: Loaded) -> ModelLimits:
+    return ModelLimits(
+        served_name=loaded.served_name,
+        vocab_size=loaded.runner.vocab_size,
+        max_model_len=loaded.runner.max_model_len,
+        eos_token_ids=frozenset(loaded.runner.eos_token_ids) | loaded.tokenizer.eos_token_ids,
+        default_max_tokens=settings.default_max_tokens,
+        max_output_tokens=settings.max_output_tokens,
+    )
+
+
+def assemble(
+    settings: Settings, loaded: Loaded, metrics: Metrics, text_executor: ThreadPoolExecutor, *, worker: str
+) -> Parts:
+    """Called on the event loop that will run the parts.
+
+    They call each other back in a circle (the consumer delivers to the flow, the flow completes at the consumer), so
+    the callbacks look the flow up when they are called; nothing calls before all is built.
+    """
+    kafka = kafka_config(settings, client_id=worker)
+    stream = replace(stream_config(settings), worker=worker)
+    table = JobTable()
+
+    def on_step(plan: StepPlan, result: StepResult) -> None:
+        parts.observer.step(plan, result)
+        parts.flow.progress.note_step(plan, time.monotonic() - result.step_time_s)
+        if credit.has_returned():
+            parts.consumer.wake()
+
+    engine = make_engine(
+        settings,
+        loaded.step_thread,
+        loaded.runner,
+        lambda updates: parts.flow.on_updates(updates),
+        on_step=on_step,
+    )
+    publisher = StreamPublisher(stream, on_fenced=lambda job_id, epoch: parts.flow.on_fenced(job_id, epoch))
+    producer = ResultProducer(kafka)
+    credit = CreditRule(settings, engine.scheduler, publisher, producer, table)
+    consumer = JobConsumer(
+        kafka,
+        on_deliveries=lambda deliveries: parts.flow.on_deliveries(deliveries),
+        on_lost=lambda partitions: parts.flow.on_lost(partitions),
+        credit=credit,
+    )
+    listener = CancelListener(
+        stream,
+        lambda job_id: parts.flow.on_cancel(job_id),
+        lambda: [run.job_id for run in table if run.epoch],
+    )
+    context = Context(
+        names=Names(worker, settings.results_topic, settings.dead_letter_topic, settings.max_job_bytes),
+        limits=model_limits(settings, loaded),
+        targets=class_targets(settings),
+        engine=engine,
+        publisher=publisher,
+        producer=producer,
+        tokenizer=loaded.tokenizer,
+        table=table,
+        metrics=metrics,
+        complete=consumer.complete,
+        text_executor=text_executor,
+    )
+    parts = Parts(
+        engine=engine,
+        publisher=publisher,
+        producer=producer,
+        consumer=consumer,
+        listener=listener,
+        flow=JobFlow(context, superseded_retry_s=settings.session_timeout_s, on_settled=consumer.wake),
+        table=table,
+        observer=Observer(metrics, engine, consumer, publisher),
+    )
+    return parts

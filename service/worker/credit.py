@@ -1,0 +1,45 @@
+"""How many more records may be fetched: as many as could be served soon, and none while the way out is blocked."""
+
+from scheduler.scheduler import Scheduler
+from service.ingest.producer import ResultProducer
+from service.settings import Settings
+from service.stream.publisher import StreamPublisher
+from service.worker.job_table import JobTable
+
+
+class CreditRule:
+    """Called by the consumer before each fetch."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        scheduler: Scheduler,
+        publisher: StreamPublisher,
+        producer: ResultProducer,
+        table: JobTable,
+    ) -> None:
+        self._scheduler = scheduler
+        self._publisher = publisher
+        self._producer = producer
+        self._table = table
+        self._max_jobs = settings.max_waiting + settings.max_num_seqs
+        self._starved = False
+
+    def __call__(self) -> int:
+        credit = self._compute()
+        self._starved = credit <= 0
+        return credit
+
+    def has_returned(self) -> bool:
+        """Whether the last answer was 0 and now would not be. Cheap enough to ask after every step."""
+        return self._starved and self._compute() > 0
+
+    def _compute(self) -> int:
+        if not (self._publisher.healthy and self._producer.ready):
+            return 0
+        credit = self._scheduler.credit()
+        by_tokens = credit.tokens // self._table.mean_prompt_tokens
+        # The scheduler does not know yet of what is being decoded and tokenized. It never asks for nothing when it
+        # is idle, however large the next job may be.
+        ahead = min(credit.requests, max(by_tokens, 1)) - self._table.num_in_intake
+        return max(0, min(ahead, self._max_jobs - len(self._table)))

@@ -1,0 +1,120 @@
+"""From a delivered record to requests in the engine, or to a refusal."""
+
+import asyncio
+
+import structlog
+
+from scheduler.spec import FinishReason
+from service.errors import JobError
+from service.stream.publisher import Opened, Outcome
+from service.wire import Job, parse_job
+from service.worker.context import Context
+from service.worker.digest import digest_of
+from service.worker.finisher import Finisher
+from service.worker.job_run import JobRun
+from service.worker.specs import (
+    check_against_model,
+    encode_prompt,
+    make_choices,
+    make_spec,
+    rejected,
+)
+from service.worker.targets import targets_of
+from service.worker.terminal import status_of
+
+log = structlog.get_logger(__name__)
+
+
+class Intake:
+    """One `take` per delivery, as a task of its own: they wait for Redis and for the tokenizer side by side."""
+
+    def __init__(self, context: Context, finisher: Finisher) -> None:
+        self._c = context
+        self._finisher = finisher
+
+    async def take(self, run: JobRun) -> bool:
+        """Returns when the job is in the engine or settled. False: a newer attempt holds its stream."""
+        delivery = run.delivery
+        try:
+            job = parse_job(
+                delivery.value,
+                key=delivery.key,
+                timestamp_ms=delivery.timestamp_ms,
+                max_record_bytes=self._c.names.max_job_bytes,
+            )
+        except JobError as error:
+            return await self._finisher.refuse_record(run, error)
+        run.job, run.job_id = job, job.id
+        opened = await self._c.publisher.open(
+            job.id, origin=run.origin, digest=digest_of(delivery), num_choices=job.n, stream=job.stream
+        )
+        if opened.outcome is Outcome.ENDED:
+            self._c.metrics.duplicates.inc()
+            self._finisher.settle(run)
+            return True
+        if opened.outcome is Outcome.DUPLICATE:
+            await self._finisher.refuse_duplicate(run, opened)
+            return True
+        self._c.table.name(run, job.id, opened.epoch)
+        run.cancelled |= opened.cancelled or self._c.table.was_cancelled(job.id)
+        return await self._admit(run, job, opened)
+
+    async def _admit(self, run: JobRun, job: Job, opened: Opened) -> bool:
+        publisher = self._c.publisher
+        try:
+            check_against_model(job, self._c.limits)
+            prompt = await asyncio.get_running_loop().run_in_executor(
+                self._c.text_executor, encode_prompt, job, self._c.tokenizer, run.delivery.timestamp_ms
+            )
+            run.num_prompt_tokens = len(prompt)
+            self._c.table.note_prompt(len(prompt))
+            self._resume(run, job, prompt, opened)
+            publisher.start(job.id, run.epoch, attempt=run.epoch)
+            if run.abandoned:
+                publisher.abandon(job.id, run.epoch)
+                return True
+            self._add_requests(run, prompt)
+        except JobError as error:
+            publisher.start(job.id, run.epoch, attempt=run.epoch)
+            return await self._finisher.end(run, "rejected", error)
+        # What has nothing left to compute ends here: cancelled before it began, or stopped in an earlier attempt.
+        return await self._finisher.end(run, status_of(run)) if run.finished else True
+
+    def _resume(self, run: JobRun, job: Job, prompt: tuple[int, ...], opened: Opened) -> None:
+        """Take over what earlier attempts streamed, unless another model or tokenizer wrote it."""
+        run.choices = make_choices(job, run.epoch, prompt, self._c.tokenizer, self._c.limits)
+        pairs = list(zip(run.choices, opened.resumed, strict=True))
+        if all(choice.resume(earlier.token_ids, earlier.text) for choice, earlier in pairs):
+            for choice, earlier in pairs:
+                choice.logprobs.extend(earlier.logprobs)
+                if choice.detokenizer.stopped:
+                    choice.finish = FinishReason.STOP
+            run.num_resumed_tokens = run.num_output_tokens
+            self._c.metrics.resumed_tokens.inc(run.num_resumed_tokens)
+        else:
+            log.warning("earlier_tokens_dropped", job_id=job.id, reason="their text is not this tokenizer's")
+            self._c.publisher.restart(job.id, run.epoch)
+            run.choices = make_choices(job, run.epoch, prompt, self._c.tokenizer, self._c.limits)
+        if run.cancelled:
+            for choice in run.choices:
+                choice.finish = choice.finish or FinishReason.CANCELLED
+
+    def _add_requests(self, run: JobRun, prompt: tuple[int, ...]) -> None:
+        """Raises JobError, with nothing left in the engine, when the scheduler refuses."""
+        targets = targets_of(run.job, self._c.targets)
+        self._c.table.add_requests(run)
+        for choice in run.choices:
+            if choice.finish is not None:
+                self._c.table.drop_request(choice.request_id)
+                continue
+            rejection = self._c.engine.add(make_spec(run, choice, prompt, targets, self._c.limits))
+            if rejection is not None:
+                self._withdraw(run)
+                raise rejected(rejection, run.job_id)
+        self._c.metrics.prompt_tokens.inc(len(prompt))
+
+    def _withdraw(self, run: JobRun) -> None:
+        for choice in run.choices:
+            self._c.table.drop_request(choice.request_id)
+            self._c.engine.finish(choice.request_id, FinishReason.CANCELLED)
+        run.choices = []

@@ -1,0 +1,158 @@
+"""Every job from its delivery to its end: who does what is in intake, progress and finisher; here is when."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import structlog
+
+from scheduler.spec import FinishReason, RequestUpdate
+from service.errors import InternalError
+from service.ingest.delivery import Delivery, TopicPartition
+from service.wire import ErrorInfo
+from service.worker.context import Context
+from service.worker.finisher import Finisher
+from service.worker.intake import Intake
+from service.worker.job_run import JobRun
+from service.worker.progress import Progress
+from service.worker.terminal import status_of
+
+log = structlog.get_logger(__name__)
+
+
+class JobFlow:
+    """The callbacks of consumer, engine, publisher and cancel listener. Event loop only; none of them waits."""
+
+    def __init__(
+        self, context: Context, *, superseded_retry_s: float, on_settled: Callable[[], None]
+    ) -> None:
+        self._c = context
+        self._finisher = Finisher(context)
+        self._intake = Intake(context, self._finisher)
+        self.progress = Progress(context, self._finish)
+        self._superseded_retry_s = superseded_retry_s
+        self._on_settled = on_settled
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def on_deliveries(self, deliveries: Sequence[Delivery]) -> None:
+        """New records from the consumer, each incomplete until it is settled."""
+        for delivery in deliveries:
+            self._begin(delivery)
+
+    def on_updates(self, updates: Sequence[RequestUpdate]) -> None:
+        self.progress.take(updates)
+
+    def on_cancel(self, job_id: str) -> None:
+        """Somebody asked for it. Jobs that other workers have, or nobody yet, find the request when opened."""
+        run = self._c.table.job(job_id)
+        if run is None:
+            self._c.table.note_cancel(job_id)
+            return
+        run.cancelled = True
+        for choice in run.choices:
+            if choice.finish is None:
+                self._c.engine.finish(choice.request_id, FinishReason.CANCELLED)
+
+    def on_lost(self, partitions: Sequence[TopicPartition]) -> None:
+        """Others have these partitions now; what is in flight there is theirs to finish."""
+        runs = self._c.table.of_partitions(partitions)
+        for run in runs:
+            self.abandon(run)
+        if runs:
+            log.info("jobs_handed_over", num_jobs=len(runs), num_partitions=len(partitions))
+
+    def on_fenced(self, job_id: str, epoch: int) -> None:
+        """A newer attempt has the stream. The record stays incomplete: whoever owns the partition settles it."""
+        self._c.metrics.fenced.inc()
+        run = self._c.table.job(job_id)
+        if run is None or run.epoch != epoch:
+            return
+        log.warning("job_superseded", job_id=job_id, epoch=epoch)
+        self._stop_requests(run)
+        # Normally the loss of the partition follows and forgets this run. If it does not, the other attempt was
+        # not the partition's owner either, and the job must not be stuck.
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._superseded_retry_s, self._retry, run)
+
+    def abandon(self, run: JobRun) -> None:
+        """Stop working on a job and tell nobody; its tokens so far stay in the log for the next attempt."""
+        run.abandoned = True
+        self._stop_requests(run)
+        if run.epoch:
+            self._c.publisher.abandon(run.job_id, run.epoch)
+        self._c.table.remove(run)
+
+    def abandon_all(self) -> int:
+        runs = list(self._c.table)
+        for run in runs:
+            self.abandon(run)
+        return len(runs)
+
+    async def close(self) -> None:
+        """End the tasks that still wait for Redis or Kafka on behalf of abandoned jobs."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _begin(self, delivery: Delivery) -> None:
+        age_s = max(0.0, time.time() - delivery.timestamp_ms / 1000)
+        run = JobRun(delivery, arrival_s=self._c.clock() - age_s)
+        self._c.table.add(run)
+        self._c.table.num_in_intake += 1
+        self._spawn(self._guarded(run, self._take_in(run)))
+
+    async def _take_in(self, run: JobRun) -> None:
+        try:
+            await self._intake.take(run)
+        finally:
+            self._c.table.leave_intake()
+
+    def _finish(self, run: JobRun) -> None:
+        self._spawn(self._guarded(run, self._end(run)))
+
+    async def _end(self, run: JobRun) -> None:
+        await self._finisher.end(run, status_of(run))
+
+    async def _guarded(self, run: JobRun, work: Coroutine[Any, Any, None]) -> None:
+        """A bug of ours ends the one job it showed up in."""
+        try:
+            await work
+        except Exception as error:
+            if run.abandoned:
+                return
+            log.exception("job_broke", job_id=run.job_id, origin=run.origin)
+            await self._end_broken(run, error)
+        finally:
+            self._on_settled()
+
+    async def _end_broken(self, run: JobRun, error: Exception) -> None:
+        self._stop_requests(run)
+        run.error = ErrorInfo(
+            "internal_error", f"{type(error).__name__} in the service; the operator's log tells more"
+        )
+        if not run.epoch:
+            # Not even its stream could be opened: leave the record to the next attempt.
+            self._c.table.remove(run)
+            return
+        try:
+            await self._finisher.end(run, "failed")
+        except Exception as again:
+            raise InternalError(f"job {run.job_id}: cannot even be failed") from again
+
+    def _stop_requests(self, run: JobRun) -> None:
+        for choice in run.choices:
+            self._c.table.drop_request(choice.request_id)
+            self._c.engine.finish(choice.request_id, FinishReason.CANCELLED)
+
+    def _retry(self, run: JobRun) -> None:
+        if run.abandoned or self._c.table.job(run.job_id) is not run:
+            return
+        self._c.table.remove(run)
+        run.abandoned = True
+        self._begin(run.delivery)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

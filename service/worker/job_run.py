@@ -1,0 +1,91 @@
+"""What one worker knows of one job while it has it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from scheduler.spec import FinishReason
+from service.ingest.delivery import Delivery
+from service.text.detokenizer import Detokenizer
+from service.wire import ErrorInfo, Job, TokenLogprob
+
+
+@dataclass(slots=True, eq=False)
+class ChoiceRun:
+    """One of a job's `n` generations."""
+
+    index: int
+    request_id: str
+    detokenizer: Detokenizer
+    stop_token_ids: frozenset[int]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: str | None = None
+    streamed_ahead: int = 0
+    """Characters that an earlier attempt already streamed beyond what the tokens alone release: it had
+    flushed held-back text at its end, but died before the job's."""
+
+    def take(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; returns the text they release that no attempt has streamed yet."""
+        self.token_ids.extend(token_ids)
+        return self._unstreamed(self.detokenizer.feed(token_ids))
+
+    def close(self) -> str:
+        """The text that was still held back, when nothing more comes."""
+        return self._unstreamed(self.detokenizer.finish())
+
+    def resume(self, token_ids: Sequence[int], streamed_text: str) -> bool:
+        """Start from an earlier attempt's tokens. False: its text is not what these tokens give, so they cannot
+        stand (another model or tokenizer wrote them)."""
+        released = self.take(token_ids)
+        if not streamed_text.startswith(released):
+            return False
+        self.streamed_ahead = len(streamed_text) - len(released)
+        return True
+
+    def _unstreamed(self, text: str) -> str:
+        if not self.streamed_ahead:
+            return text
+        skipped = min(self.streamed_ahead, len(text))
+        self.streamed_ahead -= skipped
+        return text[skipped:]
+
+
+@dataclass(slots=True, eq=False)
+class JobRun:
+    """One delivery on its way from the record to the completed offset. Times are on the monotonic clock."""
+
+    delivery: Delivery
+    arrival_s: float
+    """When the record was stamped, carried over to this process's clock: the backlog's delay counts."""
+    job: Job | None = None
+    job_id: str = ""
+    epoch: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_resumed_tokens: int = 0
+    choices: list[ChoiceRun] = field(default_factory=list)
+    first_step_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    cancelled: bool = False
+    """Somebody asked for it; honoured at the next step from wherever the job is."""
+    abandoned: bool = False
+    """Not ours any more: say nothing about it to anybody."""
+    error: ErrorInfo | None = None
+
+    @property
+    def origin(self) -> str:
+        return f"{self.delivery.topic}/{self.delivery.partition}/{self.delivery.offset}"
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        return self.delivery.topic, self.delivery.partition, self.delivery.offset
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish is not None for choice in self.choices)

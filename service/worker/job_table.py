@@ -1,0 +1,93 @@
+"""Which jobs this worker has, found by record, by job id and by request id. Event loop only."""
+
+import asyncio
+from collections.abc import Iterable, Iterator
+
+from service.ingest.delivery import Delivery, TopicPartition
+from service.worker.job_run import ChoiceRun, JobRun
+
+MEAN_WEIGHT = 0.1
+"""Of the newest job in the mean of prompt tokens."""
+
+
+class JobTable:
+    """Bounded by intake credit: one entry per delivery that is not complete."""
+
+    def __init__(self) -> None:
+        self._by_place: dict[tuple[str, int, int], JobRun] = {}
+        self._by_job_id: dict[str, JobRun] = {}
+        self._by_request: dict[str, tuple[JobRun, ChoiceRun]] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.num_in_intake = 0
+        """Of them, those that the scheduler does not know yet."""
+        self.mean_prompt_tokens = 1
+        """Running mean over the jobs tokenized so far: what a job not yet seen is expected to cost."""
+        self._unmatched_cancels: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._by_place)
+
+    def __iter__(self) -> Iterator[JobRun]:
+        return iter(list(self._by_place.values()))
+
+    def add(self, run: JobRun) -> None:
+        self._by_place[run.place] = run
+        self._empty.clear()
+
+    def name(self, run: JobRun, job_id: str, epoch: int) -> None:
+        """The job's id is known and its stream is ours in this epoch."""
+        run.job_id, run.epoch = job_id, epoch
+        self._by_job_id[job_id] = run
+
+    def note_prompt(self, num_tokens: int) -> None:
+        self.mean_prompt_tokens = max(
+            1, round(self.mean_prompt_tokens + MEAN_WEIGHT * (num_tokens - self.mean_prompt_tokens))
+        )
+
+    def note_cancel(self, job_id: str) -> None:
+        """A cancellation for a job we do not know by id; it may be one whose stream is just being opened."""
+        if self.num_in_intake:
+            self._unmatched_cancels.add(job_id)
+
+    def was_cancelled(self, job_id: str) -> bool:
+        return job_id in self._unmatched_cancels
+
+    def leave_intake(self) -> None:
+        self.num_in_intake -= 1
+        if not self.num_in_intake:
+            self._unmatched_cancels.clear()
+
+    def add_requests(self, run: JobRun) -> None:
+        for choice in run.choices:
+            self._by_request[choice.request_id] = (run, choice)
+
+    def request(self, request_id: str) -> tuple[JobRun, ChoiceRun] | None:
+        return self._by_request.get(request_id)
+
+    def drop_request(self, request_id: str) -> None:
+        self._by_request.pop(request_id, None)
+
+    def job(self, job_id: str) -> JobRun | None:
+        return self._by_job_id.get(job_id)
+
+    def remove(self, run: JobRun) -> None:
+        """Forget the job; its requests' last words from the engine will find nobody."""
+        if self._by_place.get(run.place) is run:
+            del self._by_place[run.place]
+        if self._by_job_id.get(run.job_id) is run:
+            del self._by_job_id[run.job_id]
+        for choice in run.choices:
+            self._by_request.pop(choice.request_id, None)
+        if not self._by_place:
+            self._empty.set()
+
+    def of_partitions(self, partitions: Iterable[TopicPartition]) -> list[JobRun]:
+        lost = set(partitions)
+        return [run for run in self if (run.delivery.topic, run.delivery.partition) in lost]
+
+    def has(self, delivery: Delivery) -> bool:
+        return (delivery.topic, delivery.partition, delivery.offset) in self._by_place
+
+    async def when_empty(self) -> None:
+        await self._empty.wait()

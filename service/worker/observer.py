@@ -1,0 +1,76 @@
+"""Feeds the metrics: per step what only a step knows, once a second what can be looked up."""
+
+import asyncio
+from collections.abc import Callable
+
+from scheduler.plan import StepPlan, StepResult
+from scheduler.stats import SchedulerStats
+from service.engine.engine import Engine
+from service.ingest.consumer import JobConsumer
+from service.metrics import Metrics
+from service.stream.publisher import StreamPublisher
+
+SAMPLE_INTERVAL_S = 1.0
+
+
+class Observer:
+    def __init__(
+        self, metrics: Metrics, engine: Engine, consumer: JobConsumer, publisher: StreamPublisher
+    ) -> None:
+        self._metrics = metrics
+        self._engine = engine
+        self._consumer = consumer
+        self._publisher = publisher
+        self._counted: dict[str, int] = {}
+
+    def step(self, plan: StepPlan, result: StepResult) -> None:
+        """One step came back (event loop)."""
+        metrics = self._metrics
+        metrics.step_time.observe(result.step_time_s)
+        metrics.batch_size.observe(len(plan.rows))
+        metrics.slot_use.set(len(plan.rows) / self._engine.scheduler.config.max_num_seqs)
+        if plan.predicted_s is not None and result.step_time_s > 0:
+            metrics.step_prediction_error.observe(
+                abs(plan.predicted_s - result.step_time_s) / result.step_time_s
+            )
+
+    async def run(self, wall_clock: Callable[[], float]) -> None:
+        """Sample for ever; cancel it to stop. The timer's lateness is the loop lag."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + SAMPLE_INTERVAL_S
+            await asyncio.sleep(SAMPLE_INTERVAL_S)
+            self._metrics.loop_lag.observe(max(0.0, loop.time() - due_s))
+            self._sample_scheduler(self._engine.scheduler.stats())
+            self._sample_edges(wall_clock())
+
+    def _sample_scheduler(self, stats: SchedulerStats) -> None:
+        metrics = self._metrics
+        for state, blocks in (
+            ("free", stats.free_blocks), ("cached", stats.cached_blocks), ("held", stats.held_blocks),
+        ):  # fmt: skip
+            metrics.blocks.labels(state=state).set(blocks)
+        for state, requests in (
+            ("running", stats.num_running), ("waiting", stats.num_waiting), ("preempted", stats.num_preempted),
+        ):  # fmt: skip
+            metrics.requests.labels(state=state).set(requests)
+        metrics.decode_cap.set(stats.decode_cap or self._engine.scheduler.config.max_num_seqs)
+        metrics.preemptions.inc(self._grown("preemptions", stats.num_preemptions))
+
+    def _sample_edges(self, wall_s: float) -> None:
+        metrics, consumer, publisher = self._metrics, self._consumer.stats(), self._publisher
+        metrics.incomplete_offsets.set(consumer.incomplete)
+        head_ms = consumer.head_timestamp_ms
+        metrics.head_of_line_age.set(0.0 if head_ms is None else max(0.0, wall_s - head_ms / 1000))
+        metrics.consumer_rebuilds.inc(self._grown("rebuilds", consumer.rebuilds))
+        metrics.rebalances.inc(self._grown("assignments", consumer.assignments))
+        metrics.redis_backlog_bytes.set(publisher.backlog_bytes)
+        metrics.redis_backlog_events.set(publisher.backlog_jobs)
+        metrics.dependency_up.labels(dependency="kafka").set(consumer.ready)
+        metrics.dependency_up.labels(dependency="redis").set(publisher.healthy)
+
+    def _grown(self, name: str, total: int) -> int:
+        """By how much a total of another part has grown since it was last asked for."""
+        grown = total - self._counted.get(name, 0)
+        self._counted[name] = total
+        return grown

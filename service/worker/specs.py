@@ -1,0 +1,149 @@
+"""From a job and its prompt's ids to what the scheduler runs; checks what only the loaded model can tell."""
+
+from dataclasses import dataclass
+
+from scheduler.plan import SamplingParams
+from scheduler.spec import Rejection, RequestSpec, ServiceClass
+from service.errors import JobError
+from service.text.tokenizer import Tokenizer
+from service.wire import Job
+from service.worker.job_run import ChoiceRun, JobRun
+from service.worker.targets import Targets
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the loaded model allows."""
+
+    served_name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    default_max_tokens: int
+    max_output_tokens: int
+
+
+def check_against_model(job: Job, limits: ModelLimits) -> None:
+    """Raise JobError for what no other model of the fleet has to refuse as well."""
+    if job.model is not None and job.model != limits.served_name:
+        raise JobError(
+            "unknown_model", f"model: {job.model!r} is not served here; it may be {limits.served_name!r}",
+            field="model", value=job.model, limit=limits.served_name, job_id=job.id,
+        )  # fmt: skip
+    if job.response_format.type != "text":
+        raise JobError(
+            "not_supported", f"response_format.type: {job.response_format.type!r} is not served; it may be 'text'",
+            field="response_format.type", value=job.response_format.type, limit="text", job_id=job.id,
+        )  # fmt: skip
+    if (job.max_tokens or 0) > limits.max_output_tokens:
+        raise JobError(
+            "invalid_value", f"max_tokens: {job.max_tokens} is above the limit {limits.max_output_tokens}",
+            field="max_tokens", value=job.max_tokens, limit=limits.max_output_tokens, job_id=job.id,
+        )  # fmt: skip
+    for field, ids in (
+        ("prompt_token_ids", job.prompt_token_ids or ()),
+        ("stop", job.stop_token_ids),
+        ("logit_bias", [token_id for token_id, _ in job.logit_bias_items]),
+    ):
+        highest = max(ids, default=0)
+        if highest >= limits.vocab_size:
+            raise JobError(
+                "invalid_value", f"{field}: token id {highest} is above the limit {limits.vocab_size - 1}",
+                field=field, value=highest, limit=limits.vocab_size - 1, job_id=job.id,
+            )  # fmt: skip
+
+
+def encode_prompt(job: Job, tokenizer: Tokenizer, timestamp_ms: int) -> tuple[int, ...]:
+    """The prompt's ids; runs off the event loop. A template that writes the date takes the record's, so that a
+    redelivered job gets the same prompt."""
+    if job.prompt_token_ids is not None:
+        return tuple(job.prompt_token_ids)
+    if job.prompt is not None:
+        return tuple(tokenizer.encode_prompt(job.prompt))
+    return tuple(tokenizer.encode_chat(job.template_messages(), timestamp_ms=timestamp_ms))
+
+
+def make_choices(
+    job: Job, epoch: int, prompt: tuple[int, ...], tokenizer: Tokenizer, limits: ModelLimits
+) -> list[ChoiceRun]:
+    """One per `n`. Request ids carry the epoch: a request of an older attempt may still be leaving the engine."""
+    stop_ids = job.stop_token_ids | (frozenset() if job.ignore_eos else limits.eos_token_ids)
+    return [
+        ChoiceRun(
+            index=index,
+            request_id=f"{job.id}#{epoch}.{index}",
+            detokenizer=tokenizer.detokenizer(
+                prompt,
+                job.stop_strings,
+                min_tokens=job.min_tokens,
+                # A stop id ends the text and is no part of it, though it may well be a word.
+                hidden_token_ids=job.stop_token_ids,
+            ),
+            stop_token_ids=stop_ids,
+        )
+        for index in range(job.n)
+    ]
+
+
+def make_spec(
+    run: JobRun, choice: ChoiceRun, prompt: tuple[int, ...], targets: Targets, limits: ModelLimits
+) -> RequestSpec:
+    job = run.job
+    assert job is not None, "only decoded jobs have choices"
+    return RequestSpec(
+        request_id=choice.request_id,
+        prompt_token_ids=prompt,
+        max_tokens=resolve_max_tokens(job, len(prompt), limits),
+        sampling=_sampling(job, choice),
+        arrival_s=run.arrival_s,
+        stop_token_ids=choice.stop_token_ids,
+        generated_token_ids=tuple(choice.token_ids),
+        service_class=ServiceClass(job.service_class),
+        ttft_s=targets.ttft_s,
+        tpot_s=targets.tpot_s,
+        deadline_s=_deadline_s(run, job),
+        tenant=job.tenant or "",
+    )
+
+
+def resolve_max_tokens(job: Job, num_prompt_tokens: int, limits: ModelLimits) -> int:
+    """The job's own limit, else the service's default as far as the model's length leaves room for it."""
+    if job.max_tokens is not None:
+        return job.max_tokens
+    room = max(1, limits.max_model_len - num_prompt_tokens)
+    return max(job.min_tokens, min(limits.default_max_tokens, room))
+
+
+def rejected(rejection: Rejection, job_id: str) -> JobError:
+    return JobError(
+        "infeasible",
+        f"{rejection.field}: {rejection.message}",
+        field=rejection.field,
+        value=rejection.value,
+        limit=rejection.limit,
+        job_id=job_id,
+    )
+
+
+def _sampling(job: Job, choice: ChoiceRun) -> SamplingParams:
+    return SamplingParams(
+        seed=job.seed_of_choice(choice.index),
+        temperature=job.temperature,
+        top_p=job.top_p,
+        top_k=job.top_k,
+        min_p=job.min_p,
+        presence_penalty=job.presence_penalty,
+        frequency_penalty=job.frequency_penalty,
+        repetition_penalty=job.repetition_penalty,
+        logit_bias=job.logit_bias_items,
+        num_logprobs=job.logprobs,
+        banned_token_ids=tuple(sorted(choice.stop_token_ids)) if job.min_tokens else (),
+        min_tokens=job.min_tokens,
+    )
+
+
+def _deadline_s(run: JobRun, job: Job) -> float | None:
+    deadline_ms = job.deadline_at_ms(run.delivery.timestamp_ms)
+    if deadline_ms is None:
+        return None
+    return run.arrival_s + (deadline_ms - run.delivery.timestamp_ms) / 1000

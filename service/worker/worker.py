@@ -1,0 +1,159 @@
+"""One worker process: loads, serves until told to stop, drains."""
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import structlog
+
+from kernels.registry import resolve_model
+from service.admin import AdminServer
+from service.engine import start_step_thread
+from service.errors import InternalError
+from service.metrics import Metrics
+from service.settings import Settings
+from service.text.load import load_tokenizer
+from service.worker.assembly import Loaded, Parts, assemble
+from service.worker.readiness import Readiness
+
+log = structlog.get_logger(__name__)
+
+HANDBACK_S = 5.0
+"""Of the drain's grace, what is kept for the last commit and for leaving the group."""
+
+
+class Worker:
+    """Runs once. `run` returns after a drain and raises when the model cannot be loaded or a part broke."""
+
+    def __init__(self, settings: Settings, metrics: Metrics | None = None) -> None:
+        self._settings = settings
+        self.name = settings.worker_id or f"{socket.gethostname()}:{os.getpid()}"
+        self.metrics = metrics or Metrics()
+        self.readiness = Readiness()
+        self.serving = asyncio.Event()
+        """Set once all parts run; Kafka and Redis may still be away."""
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    def stop(self) -> None:
+        """Drain and end (SIGTERM). A second call hands back at once what still runs."""
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    async def run(self) -> None:
+        settings = self._settings
+        if not settings.admin_port:
+            await self._load_and_serve()
+            return
+        async with AdminServer(
+            settings.admin_host,
+            settings.admin_port,
+            registry=self.metrics.registry,
+            health=self.readiness.health,
+            ready=self.readiness.reasons,
+        ):
+            await self._load_and_serve()
+
+    async def _load_and_serve(self) -> None:
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="text") as text_executor:
+            loaded = await self._load(text_executor)
+            try:
+                parts = assemble(self._settings, loaded, self.metrics, text_executor, worker=self.name)
+                await self._serve(parts)
+            finally:
+                await loaded.step_thread.stop()
+
+    async def _load(self, text_executor: ThreadPoolExecutor) -> Loaded:
+        settings = self._settings
+        source = None if settings.engine == "deterministic" else resolve_model(settings.model)
+        served_name = settings.served_model_name or (
+            "deterministic" if source is None else source.served_name
+        )
+        log.info("loading_model", model=served_name, worker=self.name)
+        tokenizer_loading = asyncio.get_running_loop().run_in_executor(
+            text_executor, load_tokenizer, None if source is None else source.path
+        )
+        step_thread, runner = await start_step_thread(settings)
+        try:
+            return Loaded(step_thread, runner, await tokenizer_loading, served_name)
+        except BaseException:
+            await step_thread.stop()
+            raise
+
+    async def _serve(self, parts: Parts) -> None:
+        self.readiness.watch(parts.engine, parts.consumer, parts.publisher, parts.producer)
+        tasks = [
+            _task(parts.engine.run(), "engine"),
+            _task(parts.publisher.run(), "publisher"),
+            _task(parts.listener.run(), "cancel-listener"),
+            _task(parts.consumer.run(), "consumer"),
+            _task(parts.observer.run(time.time), "observer"),
+        ]
+        await parts.producer.start()
+        config = parts.engine.scheduler.config
+        log.info(
+            "serving",
+            worker=self.name,
+            max_model_len=config.max_model_len,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+        )
+        self.serving.set()
+        try:
+            await self._until_stopped(tasks)
+            await self._drain(parts, tasks)
+        finally:
+            await self._close(parts, tasks)
+
+    async def _until_stopped(self, tasks: list["asyncio.Task[None]"]) -> None:
+        """Returns on stop(); raises what a part that ended by itself raised."""
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            done, _ = await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+        for task in done - {stopping}:
+            self.readiness.broken = f"part {task.get_name()} ended"
+            task.result()
+            raise InternalError(f"part {task.get_name()} of the worker ended by itself")
+
+    async def _drain(self, parts: Parts, tasks: list["asyncio.Task[None]"]) -> None:
+        """Finish what fits the grace period; the rest is handed back by not completing it."""
+        self.readiness.draining = True
+        grace_s = max(0.0, self._settings.drain_grace_s - HANDBACK_S)
+        log.info("draining", num_jobs=len(parts.table), grace_s=grace_s)
+        await parts.consumer.stop()
+        waits = [asyncio.create_task(parts.table.when_empty()), asyncio.create_task(self._hurry.wait())]
+        try:
+            await asyncio.wait([*waits, *tasks], timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        log.info("drained", num_handed_back=len(parts.table))
+
+    async def _close(self, parts: Parts, tasks: list["asyncio.Task[None]"]) -> None:
+        """Commit, leave the group, end every part. Bounded by the parts' own timeouts."""
+        parts.flow.abandon_all()
+        await parts.consumer.close(HANDBACK_S)
+        parts.publisher.stop()
+        parts.engine.stop()
+        await parts.flow.close()
+        await parts.producer.stop(HANDBACK_S)
+        for task in tasks:
+            if task.get_name() in ("observer", "cancel-listener"):
+                task.cancel()
+        _, pending = await asyncio.wait(tasks, timeout=HANDBACK_S)
+        for task in pending:
+            log.warning("part_did_not_end", part=task.get_name())
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _task(work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
+    return asyncio.get_running_loop().create_task(work, name=name)

@@ -1,0 +1,60 @@
+"""kill -9 in the middle: no job lost, none answered twice, no stream with a hole, and the same text."""
+
+import pytest
+
+from tests.support.kafka import KafkaBroker
+from tests.support.processes import reap, serving_worker
+from tests.support.redis import RedisServer
+from tests.support.service import new_service, running_worker
+
+pytestmark = [pytest.mark.kafka, pytest.mark.redis]
+
+NUM_JOBS = 60
+
+
+async def test_kill_nine_one_of_two_workers_in_the_middle_of_sixty_jobs(
+    kafka: KafkaBroker, redis_server: RedisServer
+) -> None:
+    service = await new_service(kafka, redis_server, partitions=8)
+    jobs = [
+        {
+            "id": f"job-{i}",
+            "prompt": f"question {i}",
+            "max_tokens": 150 + i,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
+        for i in range(NUM_JOBS)
+    ]
+    overrides = {"deterministic_step_ms": "20", "max_num_seqs": "16"}
+    victim = service.spawn(worker_id="victim", **overrides)
+    survivor = service.spawn(worker_id="survivor", **overrides)
+    try:
+        await serving_worker(service, "victim", "survivor")
+        await service.publish(jobs)
+        mid_stream = await service.first_job_of("victim", [job["id"] for job in jobs], tokens=20)
+        victim.kill()
+        results = await service.wait_for_results([job["id"] for job in jobs], limit_s=120)
+        streams = {job_id: await service.read(job_id) for job_id in results}
+    finally:
+        reap(victim, survivor)
+
+    assert len(results) == NUM_JOBS
+    for job in jobs:
+        result, stream = results[job["id"]], streams[job["id"]]
+        assert result.status == "completed"
+        assert {r.choices for r in service.results[job["id"]]} == {result.choices}, "two different results"
+        assert stream.verdict.complete
+        assert stream.verdict.problems == ()
+        assert stream.gaps == []
+        assert stream.text == result.choices[0].text
+    interrupted = results[mid_stream]
+    assert (interrupted.worker, interrupted.attempt) == ("survivor", 2)
+    assert max(streams[mid_stream].resumed) >= 20, "the survivor began again instead of continuing"
+
+    async with running_worker(service.settings()):
+        again = [job | {"id": f"undisturbed-{job['id']}"} for job in jobs]
+        await service.publish(again)
+        undisturbed = await service.wait_for_results([job["id"] for job in again])
+    for job in jobs:
+        assert undisturbed[f"undisturbed-{job['id']}"].choices == results[job["id"]].choices
