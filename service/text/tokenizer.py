@@ -1,0 +1,192 @@
+"""Text to token ids and back, for the model that is served."""
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import Final, Protocol
+
+import tokenizers
+
+from service.errors import JobError
+from service.text.chat_template import ChatMessages, ChatTemplate
+from service.text.detokenizer import Detokenizer
+from service.text.vocabulary import Vocabulary
+
+# Tokens by which chat models end a turn or a document, whatever their configuration names as the end.
+_KNOWN_ENDS: Final = (
+    *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
+    *("<end_of_turn>", "<|end|>", "<|return|>", "<|end_of_turn|>", "</s>"),
+)
+
+# A noncharacter: no text of a template holds it, and no message needs it.
+_BREAK: Final = "\ufdd0"
+
+
+class Tokenizer(Protocol):
+    """Safe to use from several threads; encoding belongs on a worker thread, it takes up to milliseconds."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+    @property
+    def special_token_ids(self) -> frozenset[int]: ...
+    def encode_prompt(self, text: str) -> list[int]: ...
+    def encode_chat(self, messages: ChatMessages, *, timestamp_ms: int | None = None) -> list[int]: ...
+    def token_text(self, token_id: int) -> str: ...
+    def detokenizer(
+        self,
+        prompt_token_ids: Sequence[int],
+        stop: tuple[str, ...] = (),
+        *,
+        min_tokens: int = 0,
+        hidden_token_ids: AbstractSet[int] = frozenset(),
+    ) -> Detokenizer: ...
+    def decode(self, token_ids: Sequence[int], prompt_token_ids: Sequence[int] = ()) -> str: ...
+
+
+class ModelTokenizer:
+    """A model's own tokenizer.
+
+    `prompt` is the job's own text down to the last character, so the names of special tokens in it mean
+    these tokens: that is how a user writes a template by hand. `messages` hold other people's words: there
+    the names are ordinary text, and no content can end its turn or open another.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        chat_template: ChatTemplate | None,
+        end_token_ids: frozenset[int],
+    ) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._vocabulary = Vocabulary(tokenizer)
+        self._markers = tuple(name for name in self._vocabulary.markers if len(name) > 1)
+        known = {i for i, name in self._vocabulary.special.items() if name in _KNOWN_ENDS}
+        self._eos_token_ids = end_token_ids | known
+        self._unmarked_ends = end_token_ids - self._vocabulary.special.keys()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocabulary.size
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self._eos_token_ids
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        return frozenset(self._vocabulary.special)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def encode_prompt(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+        return ids
+
+    def encode_chat(self, messages: ChatMessages, *, timestamp_ms: int | None = None) -> list[int]:
+        """Token ids up to where the assistant begins; JobError when the model's template refuses."""
+        if self._chat_template is None:
+            raise JobError(
+                "invalid_value", "messages: the model has no chat template; use prompt", field="messages",
+                value=f"{len(messages)} messages", limit="prompt or prompt_token_ids",
+            )  # fmt: skip
+        texts = [text for message in messages for part, text in message.items() if part != "role"]
+        if not any(name in text for text in texts for name in self._markers):
+            return self._encode_rendered(self._chat_template.render(messages, timestamp_ms=timestamp_ms))
+        harmless = [
+            {part: text if part == "role" else self._broken_up(text) for part, text in message.items()}
+            for message in messages
+        ]
+        rendered = self._chat_template.render(harmless, timestamp_ms=timestamp_ms)
+        # Each piece by itself: no marker that a user wrote is whole in any of them.
+        return [i for piece in rendered.split(_BREAK) if piece for i in self._encode_rendered(piece)]
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, to show it beside its log-probability."""
+        return self._vocabulary.token_text(token_id)
+
+    def detokenizer(
+        self,
+        prompt_token_ids: Sequence[int],
+        stop: tuple[str, ...] = (),
+        *,
+        min_tokens: int = 0,
+        hidden_token_ids: AbstractSet[int] = frozenset(),
+    ) -> Detokenizer:
+        """For one choice; `hidden_token_ids` are the job's own stop ids, which are no part of the text."""
+        special = self._vocabulary.special
+        opens_text = self._vocabulary.strips_leading_space and all(i in special for i in prompt_token_ids)
+        return Detokenizer(
+            self._vocabulary.token_bytes,
+            stop=stop,
+            min_tokens=min_tokens,
+            hidden_token_ids=hidden_token_ids | self._unmarked_ends,
+            strip_leading_space=opens_text,
+        )
+
+    def decode(self, token_ids: Sequence[int], prompt_token_ids: Sequence[int] = ()) -> str:
+        """The whole text of ids that follow the prompt, without special tokens."""
+        whole = self.detokenizer(prompt_token_ids)
+        return whole.feed(token_ids) + whole.finish()
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        # The template writes the opening token itself.
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _broken_up(self, content: str) -> str:
+        content = content.replace(_BREAK, "")
+        for name in self._markers:
+            content = content.replace(name, name[0] + _BREAK + name[1:])
+        return content
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are bytes and 256 is the end: the tokenizer of the deterministic engine."""
+
+    EOS: Final = 256
+
+    vocab_size = 257
+    eos_token_ids = frozenset({EOS})
+    special_token_ids = frozenset({EOS})
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(
+        self,
+        messages: ChatMessages,
+        *,
+        timestamp_ms: int | None = None,  # noqa: ARG002 - the protocol's
+    ) -> list[int]:
+        turns = [f"{message['role']}: {message['content']}\n" for message in messages]
+        return self.encode_prompt("".join(turns) + "assistant: ")
+
+    def token_text(self, token_id: int) -> str:
+        return "<end>" if token_id == self.EOS else self._token_bytes(token_id).decode(errors="replace")
+
+    def detokenizer(
+        self,
+        prompt_token_ids: Sequence[int],  # noqa: ARG002 - the protocol's
+        stop: tuple[str, ...] = (),
+        *,
+        min_tokens: int = 0,
+        hidden_token_ids: AbstractSet[int] = frozenset(),
+    ) -> Detokenizer:
+        return Detokenizer(
+            self._token_bytes, stop=stop, min_tokens=min_tokens, hidden_token_ids=hidden_token_ids
+        )
+
+    def decode(self, token_ids: Sequence[int], prompt_token_ids: Sequence[int] = ()) -> str:
+        whole = self.detokenizer(prompt_token_ids)
+        return whole.feed(token_ids) + whole.finish()
+
+    @staticmethod
+    def _token_bytes(token_id: int) -> bytes:
+        return bytes((token_id,)) if 0 <= token_id < 256 else b""

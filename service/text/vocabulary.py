@@ -1,0 +1,113 @@
+"""What each token id stands for in bytes."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import tokenizers
+
+from service.errors import SettingsError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>\Z")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """How byte-level BPE writes bytes: printable Latin-1 as itself, the rest from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + position): byte for position, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_level_alphabet()
+
+
+class Vocabulary:
+    """Bytes of every token, looked up once per id and kept (at most one entry per id of the vocabulary).
+
+    Joining the bytes and decoding them as UTF-8 is the whole of decoding. For a run of byte tokens that is
+    no UTF-8 some tokenizers write one U+FFFD per byte, good characters of the run included; that would
+    have to wait for the run's end, so here only what is broken becomes U+FFFD.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        self._tokenizer = tokenizer
+        self.size = max(tokenizer.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 1)
+        self.special: Mapping[int, str] = {i: token.content for i, token in added.items() if token.special}
+        """Tokens that are structure and have no text."""
+        self.markers = [
+            token.content for token in added.values() if token.special or _is_marker(token.content)
+        ]
+        """What no text of a message may turn into: special tokens, and what is written like one. Converters mark
+        some turn tokens as ordinary added ones; `<think>` and its kind are ordinary and stay."""
+        steps = _decoder_steps(tokenizer)
+        kinds = [step["type"] for step in steps]
+        self._byte_level = "ByteLevel" in kinds
+        self._byte_tokens = "ByteFallback" in kinds
+        self._replacements = [
+            _replacement(step) for step in steps if step["type"] in ("Replace", "Metaspace")
+        ]
+        self.strips_leading_space = "Strip" in kinds or any(
+            step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never" for step in steps
+        )
+        self._bytes: dict[int, bytes] = dict.fromkeys(self.special, b"")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one id; none for a special token and for an id that the vocabulary lacks."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < self.size else None
+            known = self._bytes_of(token) if token is not None else b""
+            if 0 <= token_id < self.size:
+                self._bytes[token_id] = known
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, to be shown: special ones by name, broken characters as U+FFFD."""
+        name = self.special.get(token_id)
+        return name if name is not None else self.token_bytes(token_id).decode(errors="replace")
+
+    def _bytes_of(self, token: str) -> bytes:
+        if self._byte_level:
+            # Added tokens are not written in the alphabet.
+            codes = [_ALPHABET.get(character) for character in token]
+            return token.encode() if None in codes else bytes(code for code in codes if code is not None)
+        if self._byte_tokens and (match := _BYTE_TOKEN.match(token)):
+            return bytes([int(match.group(1), 16)])
+        for old, new in self._replacements:
+            token = token.replace(old, new)
+        return token.encode()
+
+
+def _is_marker(name: str) -> bool:
+    return name.startswith(("<|", "<｜"))
+
+
+def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    if tokenizer.decoder is None:
+        raise SettingsError("model: its tokenizer has no decoder, so tokens cannot be turned into text")
+    decoder: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
+    steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    for step in steps:
+        if not _is_understood(step):
+            raise SettingsError(
+                f"model: its tokenizer's decoder {json.dumps(step)[:200]} is not supported; supported are "
+                "ByteLevel, Metaspace and Replace with ByteFallback, Fuse and Strip"
+            )
+    return steps
+
+
+def _is_understood(step: dict[str, Any]) -> bool:
+    if step["type"] == "Replace":
+        return "String" in step["pattern"]
+    if step["type"] == "Strip":
+        return bool(step["content"] == " " and step["start"] == 1 and step["stop"] == 0)
+    return step["type"] in ("ByteLevel", "Metaspace", "ByteFallback", "Fuse")
+
+
+def _replacement(step: dict[str, Any]) -> tuple[str, str]:
+    if step["type"] == "Metaspace":
+        return step["replacement"], " "
+    return step["pattern"]["String"], step["content"]

@@ -1,0 +1,94 @@
+"""Values that events and results share."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from service.errors import InternalError, JobError
+from service.wire import limits
+
+STRICT: Final = ConfigDict(strict=True, extra="forbid")
+
+Status = Literal["completed", "failed", "rejected", "expired", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+Count = Annotated[int, Field(ge=0)]
+Id = Annotated[str, Field(pattern=limits.ID_PATTERN)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+MIN_LOGPROB: Final = -9999.0
+"""Stands for minus infinity, which JSON cannot write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    __pydantic_config__ = STRICT
+
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
+    """Over all choices and all epochs."""
+    cached_tokens: Count = 0
+    """Prompt tokens taken from the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """Why a job did not complete, with the field, its value and the limit where there are such."""
+
+    __pydantic_config__ = STRICT
+
+    code: str
+    message: str
+    field: str | None = None
+    value: str | int | float | None = None
+    limit: str | int | float | None = None
+
+    @classmethod
+    def of(cls, error: JobError) -> "ErrorInfo":
+        return cls(error.code, error.message, error.field, error.value, error.limit)
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    __pydantic_config__ = STRICT
+
+    token: str
+    token_id: Count
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A sampled token's natural-log probability and those of the likeliest alternatives, likeliest first."""
+
+    __pydantic_config__ = STRICT
+
+    token: str
+    token_id: Count
+    logprob: float
+    top: tuple[TopLogprob, ...] = ()
+
+
+def finite_logprob(logprob: float) -> float:
+    """`logprob`, or MIN_LOGPROB where JSON has no number for it (minus infinity, NaN)."""
+    return max(MIN_LOGPROB, logprob)  # in this order: max(a, NaN) is a
+
+
+def text_sha256(pieces: Iterable[str]) -> str:
+    """The hash of a choice's whole text, given in any number of pieces."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece.encode())
+    return digest.hexdigest()
+
+
+def validated(adapter: TypeAdapter[Any], data: bytes, what: str) -> Any:
+    """Decode what this service itself wrote; InternalError when it is not what the format says."""
+    try:
+        return adapter.validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or what
+        raise InternalError(f"{what}: {place}: {first['msg']}") from None

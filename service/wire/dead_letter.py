@@ -1,0 +1,76 @@
+"""Records that could not be run: the original, and headers that tell where it came from and why."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from service.errors import InternalError
+from service.wire import limits
+
+HEADER_PREFIX = "tailrace-dl-"
+
+Headers = list[tuple[str, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a dead letter came from and why; one header each, `tailrace-dl-<name>`."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    """Of the original record: a deadline in seconds counts from it."""
+    attempt: int
+    code: str
+    message: str
+
+    def headers(self) -> Headers:
+        return [(header_name(part.name), _bounded(str(getattr(self, part.name)))) for part in fields(Origin)]
+
+
+def header_name(field: str) -> str:
+    return HEADER_PREFIX + field.replace("_", "-")
+
+
+def _bounded(text: str) -> bytes:
+    # Cut at a character: the bytes of half a one would not be UTF-8 any more.
+    return text.encode()[: limits.MAX_ERROR_MESSAGE_BYTES].decode(errors="ignore").encode()
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes], ...]
+    """The original record's own."""
+    origin: Origin
+
+    def record_headers(self) -> Headers:
+        """Headers of the record on the dead-letter topic: the original's, then ours."""
+        return [*self.headers, *self.origin.headers()]
+
+    def replay(self) -> tuple[bytes | None, bytes | None, Headers]:
+        """Key, value and headers to publish again on the jobs topic: exactly the original's."""
+        return self.key, self.value, list(self.headers)
+
+
+def parse_dead_letter(
+    key: bytes | None, value: bytes | None, headers: list[tuple[str, bytes]] | tuple[tuple[str, bytes], ...]
+) -> DeadLetter:
+    """Read a record of the dead-letter topic; InternalError when its last headers are not ours.
+
+    Ours are the last ones, so an original that carries such names itself comes back as it was.
+    """
+    names = [header_name(part.name) for part in fields(Origin)]
+    own = headers[len(headers) - len(names) :] if len(headers) >= len(names) else []
+    if [name for name, _ in own] != names:
+        found = ", ".join(name for name, _ in headers)[:200]
+        raise InternalError(f"headers: {found or 'none'} do not end in {names[0]} … {names[-1]}")
+    values: dict[str, Any] = {}
+    for part, (name, data) in zip(fields(Origin), own, strict=True):
+        text = data.decode(errors="replace")
+        try:
+            values[part.name] = int(text) if part.type in (int, "int") else text
+        except ValueError:
+            raise InternalError(f"{name}: {text[: limits.MAX_SHOWN_CHARS]!r} is not an integer") from None
+    return DeadLetter(key, value, tuple(headers[: -len(names)]), Origin(**values))

@@ -1,0 +1,213 @@
+"""Lines of OpenAI Batch files: in as jobs, out as the lines that OpenAI's own tools read."""
+
+from itertools import accumulate
+from typing import Any
+
+from pydantic import ValidationError
+
+from service.errors import JobError
+from service.wire import limits
+from service.wire.common import TokenLogprob
+from service.wire.job import JOB_FIELDS, Job
+from service.wire.refusals import describe, job_error
+from service.wire.result import Choice, Result
+
+CHAT_URL = "/v1/chat/completions"
+COMPLETIONS_URL = "/v1/completions"
+LINE_FIELDS = ("custom_id", "method", "url", "body")
+
+# Fields of a body that mean the same as the job's field of that name; the last six are vLLM's.
+_SHARED = frozenset(
+    (
+        *("model", "max_tokens", "temperature", "top_p", "n", "seed", "stop", "presence_penalty"),
+        *("frequency_penalty", "logit_bias", "metadata", "stream", "response_format"),
+        *("min_tokens", "top_k", "min_p", "repetition_penalty", "ignore_eos", "return_token_ids"),
+    )
+)
+_RENAMED = {"max_completion_tokens": "max_tokens", "user": "tenant"}
+_CHAT_ONLY = frozenset({"messages", "logprobs", "top_logprobs", "stop_token_ids"})
+_COMPLETIONS_ONLY = frozenset({"prompt", "logprobs", "stop_token_ids"})
+BODY_FIELDS = {
+    CHAT_URL: _SHARED | _RENAMED.keys() | _CHAT_ONLY,
+    COMPLETIONS_URL: _SHARED | _RENAMED.keys() | _COMPLETIONS_ONLY,
+}
+
+
+def _refuse(field: str, reason: str, value: Any, limit: str | int, job_id: str | None) -> JobError:
+    return JobError(
+        "invalid_value", f"{field}: {reason}", field=field, value=describe(value, private=True), limit=limit,
+        job_id=job_id,
+    )  # fmt: skip
+
+
+def job_of_line(line: dict[str, Any], job_id: str | None) -> Job:
+    """The job that a line asks for; errors name the line's own fields."""
+    unknown = next((name for name in line if name not in LINE_FIELDS), None)
+    if unknown is not None:
+        field = unknown[: limits.MAX_SHOWN_CHARS]
+        raise JobError(
+            "unknown_field", f"{field}: unknown field of a batch line", field=field,
+            value=describe(line[unknown], private=True), limit=", ".join(LINE_FIELDS), job_id=job_id,
+        )  # fmt: skip
+    if line.get("method", "POST") != "POST":
+        raise _refuse("method", f"{describe(line['method'])} is not POST", line["method"], "POST", job_id)
+    url, body = line.get("url"), line.get("body")
+    if not isinstance(url, str) or url not in BODY_FIELDS:
+        allowed = " or ".join(BODY_FIELDS)
+        raise JobError(
+            "invalid_value", f"url: {describe(url)} is not {allowed}", field="url", value=describe(url),
+            limit=allowed, job_id=job_id,
+        )  # fmt: skip
+    if not isinstance(body, dict):
+        raise _refuse("body", f"{describe(body, private=True)} is not an object", body, "an object", job_id)
+    return _job_of_body(line["custom_id"], url, body, job_id)
+
+
+def _job_of_body(custom_id: Any, url: str, body: dict[str, Any], job_id: str | None) -> Job:
+    unknown = next((name for name in body if name not in BODY_FIELDS[url]), None)
+    if unknown is not None:
+        field = f"body.{unknown[: limits.MAX_SHOWN_CHARS]}"
+        raise JobError(
+            "unknown_field", f"{field}: unknown field for {url}", field=field,
+            value=describe(body[unknown], private=True), limit="known fields only", job_id=job_id,
+        )  # fmt: skip
+    # OpenAI's clients write null for "not given".
+    fields = {name: value for name, value in body.items() if value is not None}
+    if "max_completion_tokens" in fields and "max_tokens" in fields:
+        raise _refuse(
+            "body.max_completion_tokens", "given together with max_tokens; the limit is one of them",
+            fields["max_completion_tokens"], 1, job_id,
+        )  # fmt: skip
+    document: dict[str, Any] = {
+        _RENAMED.get(name, name): value
+        for name, value in fields.items()
+        if name in _SHARED or name in _RENAMED
+    }
+    document["id"] = custom_id
+    _merge_stop_token_ids(document, fields.get("stop_token_ids"), job_id)
+    if url == CHAT_URL:
+        _map_chat(document, fields, job_id)
+    else:
+        _map_completion(document, fields, job_id)
+    try:
+        return Job.model_validate(document)
+    except ValidationError as error:
+        raise _as_line_error(job_error(error, known=JOB_FIELDS, job_id=job_id), fields) from None
+
+
+def _merge_stop_token_ids(document: dict[str, Any], ids: Any, job_id: str | None) -> None:
+    if ids is None:
+        return
+    if not isinstance(ids, list) or not all(type(entry) is int for entry in ids):
+        raise _refuse("body.stop_token_ids", "not a list of integers", ids, "a list of integers", job_id)
+    stop = document.get("stop", [])
+    document["stop"] = [*(stop if isinstance(stop, list) else [stop]), *ids]
+
+
+def _map_chat(document: dict[str, Any], fields: dict[str, Any], job_id: str | None) -> None:
+    document["messages"] = fields.get("messages")
+    wanted, top = fields.get("logprobs", False), fields.get("top_logprobs")
+    if not isinstance(wanted, bool):
+        reason = f"{describe(wanted)} is not true or false"
+        raise _refuse("body.logprobs", reason, wanted, "true or false", job_id)
+    if top is not None and not wanted:
+        raise _refuse("body.top_logprobs", "needs logprobs: true", top, "logprobs: true", job_id)
+    if wanted:
+        document["logprobs"] = top if top is not None else 0
+
+
+def _map_completion(document: dict[str, Any], fields: dict[str, Any], job_id: str | None) -> None:
+    prompt = fields.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and any(not isinstance(entry, int) for entry in prompt):
+        reason = f"a list of {len(prompt)} prompts is above the limit 1 of a line"
+        raise _refuse("body.prompt", reason, prompt, 1, job_id)
+    document["prompt_token_ids" if isinstance(prompt, list) else "prompt"] = prompt
+    if "logprobs" in fields:
+        document["logprobs"] = fields["logprobs"]
+
+
+def _as_line_error(error: JobError, fields: dict[str, Any]) -> JobError:
+    """Put the error's field into the words of the line: body.…, or custom_id."""
+    theirs = {ours: name for name, ours in _RENAMED.items() if name in fields}
+    theirs |= {"prompt_token_ids": "prompt"} | (
+        {"logprobs": "top_logprobs"} if "top_logprobs" in fields else {}
+    )
+    field = error.field or ""
+    root = field.split("[", 1)[0].split(".", 1)[0]
+    renamed = "custom_id" if root == "id" else f"body.{theirs.get(root, root)}{field[len(root) :]}"
+    message = error.message
+    message = renamed + message.removeprefix(field) if message.startswith(field) else message
+    return JobError(
+        error.code, message, field=renamed, value=error.value, limit=error.limit, job_id=error.job_id
+    )
+
+
+def batch_output(result: Result, *, url: str, model: str, created_s: int) -> dict[str, Any]:
+    """The line of an OpenAI Batch output file for `result`; `url` is its request line's."""
+    line: dict[str, Any] = {"id": f"batch_req_{result.id}", "custom_id": result.id}
+    if result.status != "completed":
+        error = result.error
+        code, message = (
+            (error.code, error.message) if error else (result.status, f"the job was {result.status}")
+        )
+        return line | {"response": None, "error": {"code": code, "message": message}}
+    chat = url == CHAT_URL
+    body = {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{result.id}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": created_s,
+        "model": model,
+        "choices": [(_chat_choice if chat else _completion_choice)(choice) for choice in result.choices],
+        "usage": {
+            "prompt_tokens": result.usage.prompt_tokens,
+            "completion_tokens": result.usage.completion_tokens,
+            "total_tokens": result.usage.prompt_tokens + result.usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": result.usage.cached_tokens},
+        },
+    }
+    response = {"status_code": 200, "request_id": result.id, "body": body}
+    return line | {"response": response, "error": None}
+
+
+def _chat_choice(choice: Choice) -> dict[str, Any]:
+    logprobs = None
+    if choice.logprobs is not None:
+        logprobs = {"content": [_chat_logprob(entry) for entry in choice.logprobs]}
+    return {
+        "index": choice.index,
+        "message": {"role": "assistant", "content": choice.text},
+        "finish_reason": choice.finish_reason,
+        "logprobs": logprobs,
+    }
+
+
+def _chat_logprob(entry: TokenLogprob) -> dict[str, Any]:
+    top = [{"token": other.token, "logprob": other.logprob, "bytes": None} for other in entry.top]
+    return {"token": entry.token, "logprob": entry.logprob, "bytes": None, "top_logprobs": top}
+
+
+def _completion_choice(choice: Choice) -> dict[str, Any]:
+    logprobs = None
+    if choice.logprobs is not None:
+        logprobs = {
+            "tokens": [entry.token for entry in choice.logprobs],
+            "token_logprobs": [entry.logprob for entry in choice.logprobs],
+            "top_logprobs": [
+                {other.token: other.logprob for other in entry.top} for entry in choice.logprobs
+            ],
+            "text_offset": _text_offsets(choice.logprobs),
+        }
+    return {
+        "index": choice.index,
+        "text": choice.text,
+        "finish_reason": choice.finish_reason,
+        "logprobs": logprobs,
+    }
+
+
+def _text_offsets(logprobs: tuple[TokenLogprob, ...]) -> list[int]:
+    """Where each token begins, in characters from the first one."""
+    lengths = [len(entry.token) for entry in logprobs[:-1]]
+    return list(accumulate(lengths, initial=0)) if logprobs else []

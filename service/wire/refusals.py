@@ -1,0 +1,142 @@
+"""What pydantic found wrong, in one sentence that names field, value and limit."""
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from service.errors import JobError
+from service.wire import limits
+from service.wire.response_format import FORMAT_TYPES
+
+# Text of users never travels in an error: what stands in these fields is told by type and size alone.
+_PRIVATE_FIELDS = frozenset({"messages", "prompt", "content", "text"})
+
+_TYPE_NAMES = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "int_parsing_size": "a 64-bit integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+
+
+def describe(value: Any, *, private: bool = False) -> str | int | float:
+    """A value short enough, and harmless enough, to repeat in a message."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, int):
+        # What JSON writers can write: an error becomes part of a result.
+        shown = value if -(1 << 63) <= value < 1 << 64 else f"an integer of {value.bit_length()} bits"
+        return "an integer" if private else shown
+    if isinstance(value, float):
+        return "a number" if private else value
+    if isinstance(value, str):
+        if private or len(value) > limits.MAX_SHOWN_CHARS:
+            return f"a string of {len(value)} characters"
+        return repr(value)
+    kind = "an object" if isinstance(value, Mapping) else "a list"
+    return f"{kind} of {len(value)} entries"
+
+
+def field_name(location: Iterable[int | str]) -> str:
+    """`messages[0].role` for ("messages", 0, "role"); the tag of the response format is no field."""
+    name = ""
+    for position, part in enumerate(location):
+        if position == 1 and name == "response_format" and part in FORMAT_TYPES:
+            continue
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part != "[key]":
+            name += f".{part}" if name else part
+    return name if len(name) <= limits.MAX_ID_CHARS else name[: limits.MAX_ID_CHARS] + "…"
+
+
+def _unknown_field(field: str, known: Iterable[str]) -> tuple[str, str]:
+    near = difflib.get_close_matches(field.rsplit(".", 1)[-1][:64], list(known), n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"unknown field{hint}", "known fields only"
+
+
+def _outside(word: str, key: str) -> Callable[[Any, Mapping[str, Any]], tuple[str, Any]]:
+    def explain(shown: Any, context: Mapping[str, Any]) -> tuple[str, Any]:
+        limit = context[key]
+        limit = int(limit) if isinstance(limit, float) and limit.is_integer() else limit
+        exclusive = " (which is itself excluded)" if key in ("gt", "lt") else ""
+        return f"{shown} is {word} the limit {limit}{exclusive}", limit
+
+    return explain
+
+
+_EXPLAIN: Mapping[str, Callable[[Any, Mapping[str, Any]], tuple[str, Any]]] = {
+    "greater_than": _outside("not above", "gt"),
+    "greater_than_equal": _outside("below", "ge"),
+    "less_than": _outside("not below", "lt"),
+    "less_than_equal": _outside("above", "le"),
+    "finite_number": lambda shown, _: (f"{shown} is not a finite number", "finite numbers"),
+    "literal_error": lambda shown, ctx: (f"{shown} is not one of {ctx['expected']}", ctx["expected"]),
+    "union_tag_invalid": lambda _, ctx: (
+        f"{str(ctx['tag'])[: limits.MAX_SHOWN_CHARS]!r} is not one of {ctx['expected_tags']}",
+        ctx["expected_tags"],
+    ),
+    "union_tag_not_found": lambda _, __: (
+        f"missing; it is one of {', '.join(FORMAT_TYPES)}",
+        ", ".join(FORMAT_TYPES),
+    ),
+    "string_too_long": lambda shown, ctx: (
+        f"{shown} is above the limit {ctx['max_length']}",
+        ctx["max_length"],
+    ),
+    "string_too_short": lambda _, ctx: (f"empty; at least {ctx['min_length']} character", ctx["min_length"]),
+    "too_long": lambda _, ctx: (
+        f"{ctx['actual_length']} entries is above the limit {ctx['max_length']}",
+        ctx["max_length"],
+    ),
+    "too_short": lambda _, ctx: (f"empty; at least {ctx['min_length']} entry", ctx["min_length"]),
+    "string_pattern_mismatch": lambda shown, ctx: (
+        f"{shown} does not match {ctx['pattern']}",
+        ctx["pattern"],
+    ),
+    "missing": lambda _, __: ("missing; it is required", "required"),
+    "tailrace": lambda _, ctx: (ctx["reason"], ctx["limit"]),
+}
+
+
+def job_error(error: ValidationError, *, known: Iterable[str], job_id: str | None) -> JobError:
+    """The first thing wrong, as the error that ends the job."""
+    detail = error.errors(include_url=False)[0]
+    kind, location, context = detail["type"], detail["loc"], detail.get("ctx", {})
+    field = field_name(location) + (".type" if kind.startswith("union_tag_") else "")
+    in_private = "role" not in location and not _PRIVATE_FIELDS.isdisjoint(location)
+    private = kind == "extra_forbidden" or in_private
+    shown = "missing" if kind == "missing" else describe(detail["input"], private=private)
+    code = "invalid_value"
+    if kind == "extra_forbidden":
+        code = "unknown_field"
+        reason, limit = _unknown_field(field, known)
+    elif kind in _EXPLAIN:
+        code = "missing_field" if kind == "missing" else code
+        reason, limit = _EXPLAIN[kind](shown, context)
+    elif kind in _TYPE_NAMES:
+        limit = _TYPE_NAMES[kind]
+        if limit == "an integer" and isinstance(shown, float) and abs(shown) >= 2**63:
+            limit = "a 64-bit integer"
+        reason = f"{shown} is not {limit}"
+    else:
+        reason, limit = f"{shown}: {detail['msg']}", kind
+    if not field and kind == "tailrace":
+        field, shown = context["field"], context["value"]
+    message = f"{field}: {reason}"
+    return JobError(code, message, field=field, value=shown, limit=limit, job_id=job_id)
