@@ -1,4 +1,4 @@
-"""Value types that cross the border between the scheduler and the step thread. Frozen: either side may keep them."""
+"""Value types between the scheduler and the step thread. Frozen: either side may keep them."""
 
 from dataclasses import dataclass
 

@@ -6,5 +6,9 @@ from service.ingest.delivery import Delivery
 
 
 def digest_of(delivery: Delivery) -> str:
-    """Of the record's value; 128 bits are plenty to tell two records of one id apart."""
-    return hashlib.blake2b(delivery.value or b"", digest_size=16).hexdigest()
+    return digest_of_value(delivery.value or b"")
+
+
+def digest_of_value(value: bytes) -> str:
+    """128 bits are plenty to tell the records of one id apart."""
+    return hashlib.blake2b(value, digest_size=16).hexdigest()

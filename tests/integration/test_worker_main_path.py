@@ -7,9 +7,11 @@ import pytest
 from redis.asyncio import Redis
 
 from service.stream.control import request_cancel
+from service.worker.digest import digest_of_value
 from tests.support.kafka import KafkaBroker
 from tests.support.redis import RedisServer
 from tests.support.service import new_service, running_worker
+from tests.support.streams import running_publisher
 
 pytestmark = [pytest.mark.kafka, pytest.mark.redis]
 
@@ -152,3 +154,29 @@ async def test_drain_finishes_what_fits_and_hands_back_the_rest_unharmed(
     assert result.usage.completion_tokens == 3000
     assert result.choices[0].text == again.choices[0].text == stream.text
     assert stream.verdict.complete
+
+
+async def test_tokens_of_another_tokenizer_are_dropped_and_readers_are_told(
+    kafka: KafkaBroker, redis_server: RedisServer
+) -> None:
+    service = await new_service(kafka, redis_server, partitions=1)
+    topic = service.environ["TAILRACE_JOBS_TOPIC"]
+    record = {"id": "moved", "prompt": "x", "max_tokens": 12}
+    value = orjson.dumps(record)
+    # What a worker with another model left behind: ids whose text is not this tokenizer's.
+    async with running_publisher(redis_server.url) as publisher:
+        opened = await publisher.open(
+            "moved", origin=f"{topic}/0/0", digest=digest_of_value(value), num_choices=1, stream=True
+        )
+        publisher.start("moved", opened.epoch)
+        publisher.delta("moved", opened.epoch, 0, "Bonjour", [11, 22])
+        assert await publisher.flushed("moved", opened.epoch)
+    async with running_worker(service.settings()):
+        await service.publish_raw([(b"moved", value)])
+        result = (await service.wait_for_results(["moved"]))["moved"]
+        stream = await service.read("moved")
+    assert stream.resumed == (0,)
+    assert "Bonjour" not in stream.text
+    assert stream.text == result.choices[0].text
+    assert stream.verdict.complete
+    assert result.usage.completion_tokens == 12

@@ -1,0 +1,139 @@
+"""What an admission takes from the pool and what stands in its way: decisions without effects."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scheduler.blocks import BlockPool
+from scheduler.config import SchedulerConfig
+from scheduler.goodput import DecodeGate, predicted_ttft_s
+from scheduler.policy import choose_victims, headroom_blocks
+from scheduler.request import Request
+from scheduler.stats import BlockedBy
+from scheduler.step_time import StepCosts
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNeed:
+    """What one request takes from the pool when it is admitted now."""
+
+    hits: tuple[int, ...]
+    """Blocks of its cached prefix."""
+    num_new: int
+    num_taken: int
+    """Available blocks that it uses up: new ones, and cached ones that nobody else holds."""
+
+
+def block_need(request: Request, pool: BlockPool, config: SchedulerConfig) -> BlockNeed:
+    """All known tokens get blocks at once; the last token is never taken from the cache, since something
+    has to be computed for a token to be sampled."""
+    hits: tuple[int, ...] = ()
+    if config.enable_prefix_caching:
+        num_findable = (request.num_tokens - 1) // pool.block_size
+        hits = pool.match(request.hash_blocks(num_findable, pool.block_size))
+    num_new = num_blocks_for(request.num_tokens, pool.block_size) - len(hits)
+    return BlockNeed(hits=hits, num_new=num_new, num_taken=num_new + pool.num_unreferenced(hits))
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)
+
+
+def growth_blocks(request: Request, block_size: int) -> int:
+    """New blocks that the request can still come to need after the ones for its known tokens."""
+    last = len(request.spec.prompt_token_ids) + request.spec.max_tokens
+    return num_blocks_for(last, block_size) - num_blocks_for(request.num_tokens, block_size)
+
+
+def reserve_blocks(request: Request, running: Sequence[Request], config: SchedulerConfig) -> int:
+    """Blocks that must stay available after `request` is admitted beside `running`."""
+    growth = 0
+    if request.num_preemptions:
+        growth = sum(growth_blocks(other, config.block_size) for other in (request, *running))
+    return headroom_blocks(config.headroom_blocks, len(running), request.num_preemptions, growth)
+
+
+def is_hopeless(
+    request: Request,
+    costs: StepCosts | None,
+    running: Sequence[Request],
+    now_s: float,
+    config: SchedulerConfig,
+) -> bool:
+    """Whether even at once admitted its first token is predicted after its deadline."""
+    deadline_s = request.spec.deadline_s
+    if costs is None or deadline_s is None:
+        return False
+    backlog = sum(other.num_missing_tokens for other in running if other.num_missing_tokens > 1)
+    context = sum(other.num_computed_tokens for other in running)
+    ttft_s = predicted_ttft_s(
+        costs, backlog + request.num_tokens, config.max_num_batched_tokens, len(running), context
+    )
+    return now_s + ttft_s > deadline_s
+
+
+class AdmissionView:
+    """The live state that one step's admissions are decided on; `victims` are imagined gone."""
+
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, running: Sequence[Request], costs: StepCosts | None
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._running = running
+        self._costs = costs
+        self._gate: DecodeGate | None = None
+        """Made when it is first asked for: most steps find no free seat."""
+        self._lowest_rank = self._find_lowest_rank()
+
+    def blocked_by(
+        self, request: Request, need: BlockNeed, num_free_seats: int, victims: Sequence[Request] = ()
+    ) -> BlockedBy | None:
+        """The first gate that is closed to `request`."""
+        if num_free_seats + len(victims) < 1:
+            return BlockedBy.SEATS
+        running, available = self._running, self._pool.num_available
+        if victims:
+            gone = set(victims)
+            running = [other for other in self._running if other not in gone]
+            available += self._pool.num_freed_by([victim.block_table for victim in victims])
+        if need.num_taken + reserve_blocks(request, running, self._config) > available:
+            return BlockedBy.BLOCKS
+        gate = self._gate_over(running) if victims else self._own_gate()
+        return None if gate.admits(request) else BlockedBy.TPOT
+
+    def victims_for(self, request: Request, need: BlockNeed, num_free_seats: int) -> list[Request]:
+        """Running requests of a lower class that have to give way; empty: that would not help."""
+        return choose_victims(
+            request,
+            self._running,
+            self._config.max_priority_preemptions,
+            lambda victims: self.blocked_by(request, need, num_free_seats, victims) is None,
+        )
+
+    def outranks_any(self, request: Request) -> bool:
+        """Whether somebody runs who may have to give way to `request`."""
+        return request.rank < self._lowest_rank
+
+    def entered(self, request: Request, *, has_preempted: bool) -> None:
+        """`request` is running now; with has_preempted others have left for it."""
+        if has_preempted:
+            self._gate = None
+            self._lowest_rank = self._find_lowest_rank()
+            return
+        if self._gate is not None:
+            self._gate.enter(request)
+        self._lowest_rank = max(self._lowest_rank, request.rank)
+
+    def _own_gate(self) -> DecodeGate:
+        if self._gate is None:
+            self._gate = self._gate_over(self._running)
+        return self._gate
+
+    def _gate_over(self, running: Sequence[Request]) -> DecodeGate:
+        return DecodeGate(self._costs, running, self._config.max_skipped_steps)
+
+    def _find_lowest_rank(self) -> int:
+        limit = self._config.max_priority_preemptions
+        return max(
+            (other.rank for other in self._running if other.num_priority_preemptions < limit), default=-1
+        )

@@ -1,0 +1,134 @@
+"""One step's admissions: in order, past blocked requests a bounded number of times, over lower classes."""
+
+from typing import NamedTuple
+
+from scheduler.admission import AdmissionView, BlockNeed, block_need, is_hopeless, reserve_blocks
+from scheduler.config import HopelessPolicy
+from scheduler.goodput import ChunkBudget
+from scheduler.policy import NUM_CLASSES, POLICY_RULES
+from scheduler.request import Request, RequestStatus
+from scheduler.spec import FinishReason
+from scheduler.state import State
+from scheduler.stats import BlockedBy, BlockedHead
+from scheduler.step_time import StepCosts
+from scheduler.steps import Grant
+
+
+class _Block(NamedTuple):
+    request: Request
+    reason: BlockedBy
+    needed_blocks: int
+    available_blocks: int
+
+
+class Admitter:
+    """Moves requests from waiting to running, and knows what keeps the head of the queue out."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._config = state.config
+        self._rules = POLICY_RULES[state.config.policy]
+        self._blocked: _Block | None = None
+        self._now_s = 0.0
+
+    def run(
+        self, chunks: ChunkBudget, costs: StepCosts | None, now_s: float, *, has_preempted: bool
+    ) -> list[Grant]:
+        """Admit what the gates let in and give each its first chunk."""
+        self._now_s = now_s
+        self._blocked = None
+        closed = self._closed_by(has_preempted=has_preempted)
+        if closed is not None:
+            for head in self._state.waiting.peek(1):
+                self._note(head, closed)
+            return []
+        return self._admit(chunks, costs)
+
+    def blocked_head(self, now_s: float) -> BlockedHead | None:
+        """The first request that the last step left waiting."""
+        block = self._blocked
+        if block is None or block.request.status > RequestStatus.PREEMPTED:
+            return None
+        since_s = block.request.blocked_since_s
+        return BlockedHead(
+            request_id=block.request.spec.request_id,
+            reason=block.reason,
+            needed_blocks=block.needed_blocks,
+            available_blocks=block.available_blocks,
+            waited_s=0.0 if since_s is None else now_s - since_s,
+            num_bypassed=block.request.num_bypassed,
+        )
+
+    def _closed_by(self, *, has_preempted: bool) -> BlockedBy | None:
+        if has_preempted:
+            return BlockedBy.PREEMPTION
+        if self._state.running and not self._rules.refill:
+            return BlockedBy.GROUP
+        return None
+
+    def _admit(self, chunks: ChunkBudget, costs: StepCosts | None) -> list[Grant]:
+        state, config = self._state, self._config
+        view = AdmissionView(config, state.pool, state.running, costs)
+        grants: list[Grant] = []
+        passed: list[Request] = []
+        barred_rank = NUM_CLASSES
+        for request in state.waiting.peek(config.max_num_seqs + config.max_blocked_scan):
+            if self._drop_hopeless(request, costs) or request.rank >= barred_rank:
+                continue
+            reason, need, victims = self._judge(request, view)
+            if reason is not None and not victims:
+                self._note(request, reason, need)
+                passed.append(request)
+                if request.num_bypassed >= config.max_bypasses or len(passed) > config.max_blocked_scan:
+                    break
+                continue
+            num_cached = len(need.hits) * config.block_size
+            size = chunks.fit(num_cached, request.num_tokens - num_cached)
+            if size == 0 and not self._rules.admit_beyond_budget:
+                self._note(request, BlockedBy.TOKENS)
+                break
+            for victim in victims:
+                barred_rank = min(barred_rank, victim.rank)
+                victim.num_priority_preemptions += 1
+                state.preempt(victim)
+            for earlier in passed:
+                earlier.num_bypassed += 1
+            state.admit(request, need)
+            view.entered(request, has_preempted=bool(victims))
+            chunks.take(num_cached, size)
+            grants.append(Grant(request, size))
+            if any(earlier.num_bypassed >= config.max_bypasses for earlier in passed):
+                break
+        return grants
+
+    def _judge(
+        self, request: Request, view: AdmissionView
+    ) -> tuple[BlockedBy | None, BlockNeed, list[Request]]:
+        """(gate that is closed, blocks wanted, who has to give way to open it)."""
+        num_free_seats = self._state.seats.num_free
+        if num_free_seats == 0 and not view.outranks_any(request):
+            return BlockedBy.SEATS, BlockNeed((), 0, 0), []
+        need = block_need(request, self._state.pool, self._config)
+        reason = view.blocked_by(request, need, num_free_seats)
+        return reason, need, [] if reason is None else view.victims_for(request, need, num_free_seats)
+
+    def _drop_hopeless(self, request: Request, costs: StepCosts | None) -> bool:
+        """End or put back a request that would miss its deadline even if it started now."""
+        if request.relegated or not is_hopeless(
+            request, costs, self._state.running, self._now_s, self._config
+        ):
+            return False
+        if self._config.hopeless_policy is HopelessPolicy.EXPIRE:
+            self._state.end(request, FinishReason.EXPIRED)
+        else:
+            self._state.relegate(request)
+        return True
+
+    def _note(self, request: Request, reason: BlockedBy, need: BlockNeed | None = None) -> None:
+        if request.blocked_since_s is None:
+            request.blocked_since_s = self._now_s
+        if self._blocked is None:
+            needed = 0
+            if need is not None and reason is BlockedBy.BLOCKS:
+                needed = need.num_taken + reserve_blocks(request, self._state.running, self._config)
+            self._blocked = _Block(request, reason, needed, self._state.pool.num_available)

@@ -1,0 +1,72 @@
+"""From granted tokens to a plan."""
+
+from typing import NamedTuple
+
+from scheduler.admission import num_blocks_for
+from scheduler.plan import ScheduledRow, StepPlan
+from scheduler.request import Request
+from scheduler.step_time import StepCosts, StepLoad
+
+
+class Grant(NamedTuple):
+    """Tokens that a request may compute in this step."""
+
+    request: Request
+    num_tokens: int
+
+
+class Step(NamedTuple):
+    """A plan, the requests of its rows in the same order, and its load."""
+
+    plan: StepPlan
+    requests: list[Request]
+    load: StepLoad
+
+
+def build_step(
+    step_id: int,
+    grants: list[Grant],
+    block_size: int,
+    released_seats: tuple[int, ...],
+    costs: StepCosts | None,
+) -> Step:
+    """Rows of one token first; counts the granted tokens as computed from here on."""
+    grants.sort(key=lambda grant: grant.num_tokens > 1)
+    rows = tuple(_row(request, size, block_size) for request, size in grants)
+    num_decodes = sum(size == 1 for _, size in grants)
+    load = StepLoad(
+        prefill_tokens=sum(size for _, size in grants) - num_decodes,
+        decodes=num_decodes,
+        context_tokens=sum(request.num_computed_tokens for request, _ in grants),
+    )
+    predicted_s = None if costs is None else costs.predict(load)
+    plan = StepPlan(step_id=step_id, rows=rows, released_seats=released_seats, predicted_s=predicted_s)
+    return Step(plan, [request for request, _ in grants], load)
+
+
+def _row(request: Request, size: int, block_size: int) -> ScheduledRow:
+    start = request.num_computed_tokens
+    stop = start + size
+    samples = stop == request.num_tokens
+    table = request.block_table
+    if samples and size == 1 and request.generated:
+        token_ids: tuple[int, ...] = (request.generated[-1],)
+    else:
+        token_ids = request.token_slice(start, stop)
+        table = table[: num_blocks_for(stop, block_size)]
+    history = None
+    if samples and request.history_due:
+        history = (request.spec.prompt_token_ids, tuple(request.generated))
+        request.history_due = False
+    request.num_computed_tokens = stop
+    request.num_in_flight += 1
+    return ScheduledRow(
+        request_id=request.spec.request_id,
+        seat=request.seat,
+        token_ids=token_ids,
+        num_computed_tokens=start,
+        block_table=table,
+        sampling=request.spec.sampling if samples else None,
+        num_generated_tokens=len(request.generated),
+        history=history,
+    )

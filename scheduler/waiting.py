@@ -1,0 +1,61 @@
+"""Requests that hold nothing yet, in order, and the deadlines of all."""
+
+from bisect import bisect_left, insort
+from heapq import heapify, heappop, heappush
+
+from scheduler.request import Request, RequestStatus
+
+_Entry = tuple[float, int, Request]
+
+
+class WaitingQueue:
+    """Waiting and preempted requests sorted by due time; bounded by the scheduler's `add`."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+        self.num_tokens = 0
+        """Known tokens of all entries: the prefill backlog of the queue."""
+        self.num_preempted = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def push(self, request: Request) -> None:
+        insort(self._entries, (request.due_s, request.order, request))
+        self.num_tokens += request.num_tokens
+        self.num_preempted += request.status is RequestStatus.PREEMPTED
+
+    def remove(self, request: Request) -> None:
+        index = bisect_left(self._entries, (request.due_s, request.order))
+        _, _, found = self._entries.pop(index)
+        assert found is request, f"{request.spec.request_id} is not in the queue"
+        self.num_tokens -= request.num_tokens
+        self.num_preempted -= request.status is RequestStatus.PREEMPTED
+
+    def peek(self, count: int) -> list[Request]:
+        return [request for _, _, request in self._entries[:count]]
+
+
+class Deadlines:
+    """Finds requests whose deadline has passed without looking at the others."""
+
+    def __init__(self) -> None:
+        self._heap: list[_Entry] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, deadline_s: float, request: Request, num_live: int) -> None:
+        """Entries of ended requests stay until they surface or outnumber the `num_live` live ones."""
+        if len(self._heap) > 2 * num_live + 64:
+            self._heap = [entry for entry in self._heap if entry[2].status is not RequestStatus.FINISHED]
+            heapify(self._heap)
+        heappush(self._heap, (deadline_s, request.order, request))
+
+    def pop_passed(self, now_s: float) -> list[Request]:
+        passed: list[Request] = []
+        while self._heap and self._heap[0][0] <= now_s:
+            _, _, request = heappop(self._heap)
+            if request.status is not RequestStatus.FINISHED:
+                passed.append(request)
+        return passed

@@ -1,0 +1,203 @@
+"""Drives the real Scheduler with a model that has a paged memory: wrong bookkeeping shows as wrong tokens."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from scheduler.config import SchedulerConfig
+from scheduler.plan import RowResult, SamplingParams, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from scheduler.scheduler import Scheduler
+from scheduler.spec import FinishReason, RequestSpec, RequestUpdate
+from scheduler.step_time import StepCosts, StepLoad, StepTimeModel
+
+STOP = 1
+COSTS = StepCosts(base_s=0.010, prefill_token_s=0.001, decode_s=0.002, context_token_s=0.000_001)
+
+
+def make_config(**changes: Any) -> SchedulerConfig:
+    base = SchedulerConfig(
+        num_blocks=64, block_size=4, max_num_seqs=4, max_model_len=256, max_num_batched_tokens=32
+    )
+    return replace(base, **changes)
+
+
+def make_spec(
+    request_id: str, prompt: int | Iterable[int] = 4, max_tokens: int = 4, **changes: Any
+) -> RequestSpec:
+    """A prompt given by its length is this request's own: it shares no prefix with others."""
+    if isinstance(prompt, int):
+        seed = sum((i + 1) * ord(char) for i, char in enumerate(request_id))
+        prompt = range(1000 * seed, 1000 * seed + prompt)
+    spec = RequestSpec(request_id, tuple(prompt), max_tokens, SamplingParams(seed=0), arrival_s=0.0)
+    return replace(spec, **changes)
+
+
+def next_content(content: int, token_id: int) -> int:
+    return hash((content, token_id)) & 0xFFFF_FFFF
+
+
+def sampled_token(content: int) -> int:
+    return 2 + content % 1000
+
+
+def undisturbed_output(prompt: Iterable[int], num_tokens: int) -> tuple[int, ...]:
+    """What a request must produce whatever happens around it."""
+    content = 0
+    for token_id in prompt:
+        content = next_content(content, token_id)
+    output: list[int] = []
+    for _ in range(num_tokens):
+        output.append(sampled_token(content))
+        content = next_content(content, output[-1])
+    return tuple(output)
+
+
+def load_of(plan: StepPlan) -> StepLoad:
+    sizes = [len(row.token_ids) for row in plan.rows]
+    decodes = sum(size == 1 for size in sizes)
+    return StepLoad(sum(sizes) - decodes, decodes, sum(row.sample_position for row in plan.rows))
+
+
+class PagedModel:
+    """Each slot of the pool keeps the hash of all tokens up to it, as K/V would."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._block_size = config.block_size
+        self._slots: dict[int, int] = {}
+        self.stop_after: dict[str, int] = {}
+        """Request id to the number of output tokens of which the last is STOP."""
+
+    def run(
+        self, plan: StepPlan, failing: Iterable[str] = (), step_time_s: float | None = None
+    ) -> StepResult:
+        rows = tuple(self._row(row, fails=row.request_id in failing) for row in plan.rows)
+        duration_s = COSTS.predict(load_of(plan)) if step_time_s is None else step_time_s
+        return StepResult(plan.step_id, rows, duration_s)
+
+    def _row(self, row: ScheduledRow, *, fails: bool) -> RowResult:
+        position = row.num_computed_tokens
+        content = self._slots[self._slot(row, position - 1)] if position else 0
+        for token_id in row.token_ids:
+            content = -1 if fails else next_content(content, token_id)
+            self._slots[self._slot(row, position)] = content
+            position += 1
+        if fails:
+            return RowResult(row.request_id, error="logits are not finite")
+        if row.sampling is None:
+            return RowResult(row.request_id)
+        is_last = self.stop_after.get(row.request_id) == row.num_generated_tokens + 1
+        logprobs = None if row.sampling.num_logprobs is None else TokenLogprobs(-0.5, ())
+        return RowResult(row.request_id, STOP if is_last else sampled_token(content), logprobs)
+
+    def _slot(self, row: ScheduledRow, position: int) -> int:
+        return row.block_table[position // self._block_size] * self._block_size + position % self._block_size
+
+
+class Driver:
+    """Scheduler, model and clock; checks after every step what must hold after every step."""
+
+    def __init__(self, config: SchedulerConfig | None = None, step_time: StepTimeModel | None = None) -> None:
+        self.config = config or make_config()
+        self.scheduler = Scheduler(self.config, step_time)
+        self.model = PagedModel(self.config)
+        self.now_s = 0.0
+        self.plans: list[StepPlan] = []
+        self.updates: list[RequestUpdate] = []
+
+    def add(self, *specs: RequestSpec) -> None:
+        for spec in specs:
+            rejection = self.scheduler.add(spec, self.now_s)
+            assert rejection is None, rejection
+
+    def plan(self) -> StepPlan | None:
+        plan = self.scheduler.schedule(self.now_s)
+        self.scheduler.pool.check()
+        if plan is not None:
+            self.plans.append(plan)
+            check_plan(plan, self.config)
+        return plan
+
+    def complete(self, plan: StepPlan, failing: Iterable[str] = (), step_time_s: float | None = None) -> None:
+        result = self.model.run(plan, failing, step_time_s)
+        self.now_s += result.step_time_s
+        self.scheduler.update(result, self.now_s)
+        self.collect()
+        self.scheduler.pool.check()
+
+    def step(self, failing: Iterable[str] = ()) -> StepPlan:
+        plan = self.plan()
+        assert plan is not None, "nothing to run"
+        self.complete(plan, failing)
+        return plan
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Until nothing is left."""
+        for _ in range(max_steps):
+            plan = self.plan()
+            if plan is None:
+                self.collect()
+                assert not self.scheduler.has_work, "work is left, but nothing is planned"
+                return
+            self.complete(plan)
+        raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.stats()}")
+
+    def collect(self) -> None:
+        self.updates += self.scheduler.take_updates()
+
+    def output(self, request_id: str) -> tuple[int, ...]:
+        return tuple(
+            token_id
+            for update in self.updates
+            if update.request_id == request_id
+            for token_id in update.new_token_ids
+        )
+
+    def end(self, request_id: str) -> RequestUpdate:
+        """The one update that ends it."""
+        [end] = [
+            update for update in self.updates if update.request_id == request_id and update.finish is not None
+        ]
+        return end
+
+    def finish_of(self, request_id: str) -> FinishReason | None:
+        return self.end(request_id).finish
+
+    def has_ended(self, request_id: str) -> bool:
+        return any(update.request_id == request_id and update.finish for update in self.updates)
+
+    def is_empty(self) -> bool:
+        stats = self.scheduler.stats()
+        return stats.held_blocks == stats.num_running == stats.num_waiting == stats.num_leaving == 0
+
+
+def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
+    """What each plan promises to the runner."""
+    sizes = [len(row.token_ids) for row in plan.rows]
+    assert plan.rows
+    assert 1 <= plan.num_tokens <= config.max_num_batched_tokens
+    assert sorted(sizes, key=lambda size: size > 1) == sizes, "rows of one token come first"
+    assert min(sizes) >= 1
+    seats = [row.seat for row in plan.rows]
+    assert len(set(seats)) == len(seats)
+    assert all(0 <= seat < config.max_num_seqs for seat in seats)
+    assert len({row.request_id for row in plan.rows}) == len(plan.rows)
+    written: set[int] = set()
+    for row in plan.rows:
+        assert len(row.block_table) == -(-row.sample_position // config.block_size)
+        assert len(set(row.block_table)) == len(row.block_table)
+        first = row.num_computed_tokens // config.block_size
+        own = row.block_table[first:]
+        assert written.isdisjoint(own), "two requests write one block"
+        written.update(own)
+    for row in plan.rows:
+        shared = row.block_table[: row.num_computed_tokens // config.block_size]
+        assert written.isdisjoint(shared), "a request writes what another reads"
+
+
+def ready_model(costs: StepCosts = COSTS) -> StepTimeModel:
+    """A step-time model that has seen enough to be sure of `costs`."""
+    model = StepTimeModel()
+    for i in range(400):
+        load = StepLoad((i * 37) % 256, (i * 7) % 33, (i * 911) % 8192)
+        model.observe(load, costs.predict(load))
+    return model
