@@ -76,7 +76,9 @@ class JobRun:
 
     @property
     def origin(self) -> str:
-        return f"{self.delivery.topic}/{self.delivery.partition}/{self.delivery.offset}"
+        """The record as `topic/partition/offset@timestamp`; a topic created anew repeats the first three."""
+        topic, partition, offset = self.place
+        return f"{topic}/{partition}/{offset}@{self.delivery.timestamp_ms}"
 
     @property
     def place(self) -> tuple[str, int, int]:

@@ -1,6 +1,7 @@
 """Jobs in Kafka, tokens in Redis, results in Kafka: one worker, real brokers, the deterministic engine."""
 
 import hashlib
+import time
 
 import orjson
 import pytest
@@ -162,17 +163,17 @@ async def test_tokens_of_another_tokenizer_are_dropped_and_readers_are_told(
     service = await new_service(kafka, redis_server, partitions=1)
     topic = service.environ["TAILRACE_JOBS_TOPIC"]
     record = {"id": "moved", "prompt": "x", "max_tokens": 12}
-    value = orjson.dumps(record)
+    value, stamp = orjson.dumps(record), int(time.time() * 1000)
     # What a worker with another model left behind: ids whose text is not this tokenizer's.
     async with running_publisher(redis_server.url) as publisher:
         opened = await publisher.open(
-            "moved", origin=f"{topic}/0/0", digest=digest_of_value(value), num_choices=1, stream=True
+            "moved", origin=f"{topic}/0/0@{stamp}", digest=digest_of_value(value), num_choices=1, stream=True
         )
         publisher.start("moved", opened.epoch)
         publisher.delta("moved", opened.epoch, 0, "Bonjour", [11, 22])
         assert await publisher.flushed("moved", opened.epoch)
     async with running_worker(service.settings()):
-        await service.publish_raw([(b"moved", value)])
+        await service.publish_raw([(b"moved", value)], timestamp_ms=stamp)
         result = (await service.wait_for_results(["moved"]))["moved"]
         stream = await service.read("moved")
     assert stream.resumed == (0,)

@@ -73,7 +73,10 @@ class ServiceUnderTest:
         await producer.start()
         try:
             topic = self.environ["TAILRACE_JOBS_TOPIC"]
-            sent = [await producer.send(topic, value, key=key, headers=headers) for key, value in records]
+            sent = [
+                await producer.send(topic, value, key=key, headers=headers, timestamp_ms=timestamp_ms)
+                for key, value in records
+            ]
             await asyncio.gather(*sent)
         finally:
             await producer.stop()

@@ -92,6 +92,20 @@ async def test_a_redelivered_job_continues_from_the_log(redis_server: RedisServe
         assert assembler.texts() == ["abc"]
 
 
+async def test_an_attempt_that_cannot_continue_begins_the_text_anew(redis_server: RedisServer) -> None:
+    async with Redis.from_url(redis_server.url) as redis, running_publisher(redis_server.url) as publisher:
+        await open_job(publisher, JOB)
+        publisher.delta(JOB, 1, 0, "old", (1, 2))
+        await publisher.flushed(JOB, 1)
+        await open_job(publisher, JOB)
+        publisher.restart(JOB, 2)
+        publisher.delta(JOB, 2, 0, "new", (3,))
+        assert await publisher.end(JOB, 2, COMPLETED)
+        assembler = assembled(await log_events(redis, JOB))
+        assert assembler.problems() == []
+        assert assembler.texts() == ["new"]
+
+
 async def test_a_long_log_is_read_back_page_by_page(redis_server: RedisServer) -> None:
     async with running_publisher(redis_server.url) as first, running_publisher(redis_server.url) as second:
         await open_job(first, JOB, num_choices=16)

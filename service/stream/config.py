@@ -1,0 +1,38 @@
+"""Knobs of the stream side."""
+
+from dataclasses import dataclass
+
+MIN_TTL_S = 1
+MAX_TTL_S = 30 * 24 * 3600
+MIN_LOG_ENTRIES = 64
+MAX_LOG_ENTRIES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StreamConfig:
+    url: str = "redis://127.0.0.1:6379/0"
+    worker: str = ""
+    """This process's name in start events."""
+    ttl_s: int = 3600
+    """How long the keys of a job outlive the last write to it."""
+    max_log_entries: int = 16_384
+    """Redis trims the oldest events of a log above this, in whole nodes (a hundred more may stay)."""
+    command_timeout_s: float = 5.0
+    """A round trip that takes longer means a lost connection; what it carried is sent again."""
+    connect_timeout_s: float = 5.0
+    stalled_after_s: float = 1.0
+    """`StreamPublisher.healthy` turns false while a round trip is older than this."""
+    heartbeat_s: float = 5.0
+    """A connection that has been silent for this long is asked whether it is still there."""
+    reconnect_min_s: float = 0.05
+    reconnect_max_s: float = 2.0
+    log_every_s: float = 5.0
+    """At most one line in this time says that Redis is away."""
+    close_timeout_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not MIN_TTL_S <= self.ttl_s <= MAX_TTL_S:
+            raise ValueError(f"ttl_s is {self.ttl_s}; it must lie in {MIN_TTL_S}..{MAX_TTL_S}")
+        if not MIN_LOG_ENTRIES <= self.max_log_entries <= MAX_LOG_ENTRIES:
+            limit = f"{MIN_LOG_ENTRIES}..{MAX_LOG_ENTRIES}"
+            raise ValueError(f"max_log_entries is {self.max_log_entries}; it must lie in {limit}")

@@ -1,0 +1,182 @@
+"""Follows one job's stream from the client's side: nothing lost, nothing twice, holes always told."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import Redis
+
+from service.stream.assemble import Fed, StreamAssembler
+from service.stream.backoff import Backoff
+from service.stream.cancellation import cancellation_kept
+from service.stream.config import StreamConfig
+from service.stream.keys import EVENT_FIELD, JobKeys
+from service.stream.link import UNAVAILABLE
+from service.stream.subscription import Sign, subscription
+from service.wire.event import Event, parse_event
+
+_LOG_PAGE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Events are missing and are not in the log either; what follows lies behind the hole."""
+
+    expected: tuple[int, int]
+    """(epoch, seq) that should have come."""
+    found: tuple[int, int]
+    restarted: bool = False
+    """The log begins anew: what was received before is void."""
+
+    def __str__(self) -> str:
+        return f"events are missing: expected (epoch, seq) {self.expected}, found {self.found}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The last item of every stream."""
+
+    status: str
+    """How the job ended."""
+    problems: tuple[str, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Count and hash agree with the end event: the text received is the whole text."""
+        return not self.problems
+
+
+Item = Event | Gap | Verdict
+
+
+async def read_stream(
+    redis: Redis,
+    job_id: str,
+    *,
+    assembler: StreamAssembler | None = None,
+    idle_timeout_s: float | None = None,
+    config: StreamConfig | None = None,
+) -> AsyncGenerator[Item, None]:
+    """Every event once and in order, from the first one whenever one joins; a Verdict ends it.
+
+    `assembler` is kept up to date, for the texts. A job nobody knows (yet) is waited for. Raises TimeoutError
+    after `idle_timeout_s` without an event. Leave early with `contextlib.aclosing`.
+    """
+    config = config or StreamConfig()
+    backoff = Backoff(config, "redis_stream_lost")
+    reader = _Reader(redis, assembler or StreamAssembler(job_id))
+    idle = _IdleLimit(job_id, idle_timeout_s)
+    while True:
+        try:
+            async with aclosing(subscription(redis, reader.keys.live, config)) as source:
+                while True:
+                    items = await idle.within(_next_items(source, reader))
+                    backoff.succeeded()
+                    for item in items:
+                        yield item
+                        if isinstance(item, Verdict):
+                            return
+                    if items:
+                        idle.restart()
+        except UNAVAILABLE as error:
+            idle.check()
+            await asyncio.sleep(backoff.failed(error))
+
+
+async def _next_items(source: AsyncGenerator[bytes | Sign, None], reader: "_Reader") -> list[Item]:
+    return await reader.take(await anext(source))
+
+
+class _Reader:
+    def __init__(self, redis: Redis, assembler: StreamAssembler) -> None:
+        self.keys = JobKeys.of(assembler.job_id)
+        self._redis = redis
+        self._assembler = assembler
+
+    async def take(self, received: bytes | Sign) -> list[Item]:
+        if isinstance(received, bytes):
+            event = parse_event(received)
+            fed = self._assembler.feed(event)
+            if fed is Fed.APPLIED:
+                items: list[Item] = [event]
+            elif fed is Fed.GAP:
+                # The log was written first: what was missed on the channel stands there, with this event.
+                items = [*self._catch_up(await self._read_log()), *self._catch_up([event])]
+            else:
+                items = []
+        elif received is Sign.CONFIRMED:
+            items = list(self._catch_up(await self._read_log()))
+        else:
+            items = []
+        return items + await self._verdict(asked=received is Sign.SILENCE or not self._assembler.epoch)
+
+    def _catch_up(self, events: list[Event]) -> Iterable[Item]:
+        assembler = self._assembler
+        if events and (events[-1].epoch, events[-1].seq + 1) < assembler.position:
+            yield Gap(assembler.position, _position(events[0]), restarted=True)
+            assembler.reset()
+        for event in events:
+            expected = assembler.position
+            fed = assembler.feed(event)
+            if fed is Fed.GAP:
+                assembler.skip_to(event)
+                yield Gap(expected, _position(event))
+            if fed is not Fed.DUPLICATE:
+                yield event
+
+    async def _verdict(self, *, asked: bool) -> list[Item]:
+        """The verdict, if the job has ended; `asked` looks at its meta for an end that no event tells of."""
+        end = self._assembler.end
+        if end is not None:
+            return [Verdict(end.status, tuple(self._assembler.problems()))]
+        status = await self._redis.hget(self.keys.meta, "ended") if asked else None
+        if status is None:
+            return []
+        items = list(self._catch_up(await self._read_log()))
+        if self._assembler.end is not None:
+            return [*items, *await self._verdict(asked=False)]
+        return [*items, Verdict(_text(status), ("the job has ended and its log holds no end event",))]
+
+    async def _read_log(self) -> list[Event]:
+        """At most the log's bounded length."""
+        events: list[Event] = []
+        cursor = "-"
+        while True:
+            # Bytes or str, by the client's settings.
+            page: list[Any] = await self._redis.xrange(self.keys.log, cursor, "+", count=_LOG_PAGE) or []
+            for _, fields in page:
+                event = fields.get(EVENT_FIELD.encode()) or fields[EVENT_FIELD]
+                events.append(parse_event(event if isinstance(event, bytes) else event.encode()))
+            if len(page) < _LOG_PAGE:
+                return events
+            cursor = "(" + _text(page[-1][0])
+
+
+class _IdleLimit:
+    def __init__(self, job_id: str, limit_s: float | None) -> None:
+        self._job_id = job_id
+        self._limit_s = limit_s
+        self.restart()
+
+    def restart(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._deadline_s = None if self._limit_s is None else now_s + self._limit_s
+
+    async def within(self, items: Awaitable[list[Item]]) -> list[Item]:
+        async with asyncio.timeout_at(self._deadline_s):
+            with cancellation_kept():
+                return await items
+
+    def check(self) -> None:
+        if self._deadline_s is not None and asyncio.get_running_loop().time() >= self._deadline_s:
+            raise TimeoutError(f"job {self._job_id!r}: no event within {self._limit_s} s") from None
+
+
+def _position(event: Event) -> tuple[int, int]:
+    return event.epoch, event.seq
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode()
