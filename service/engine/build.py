@@ -77,8 +77,10 @@ def make_scheduler(settings: Settings, runner: Runner, *, policy: str | None = N
 
 
 def class_targets(settings: Settings) -> Mapping[ServiceClass, ClassTargets]:
+    """Seconds; 0 in the settings switches a target off."""
+
     def seconds(milliseconds: int | None) -> float | None:
-        return None if milliseconds is None else milliseconds / 1000
+        return milliseconds / 1000 if milliseconds else None
 
     return {
         ServiceClass.INTERACTIVE: ClassTargets(

@@ -37,7 +37,7 @@ class KafkaBroker:
         if self._process is not None:
             return
         port = self.bootstrap.rpartition(":")[2] or "0"
-        command = [str(START), "--data", str(self._folder / "data"), "--port", port]
+        command = [str(START), "--data", str(self._folder / "data"), "--port", port, "--follow-parent"]
         log = self._folder / "kafka.log"
         with log.open("a") as stderr:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
