@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 
 from tests.support.kafka import KafkaBroker
+from tests.support.proxy import running_proxy
 from tests.support.redis import RedisServer
 from tests.support.service import new_service, running_worker
 from tests.support.streams import eventually
@@ -96,18 +97,20 @@ async def test_a_slow_redis_delays_the_streams_but_not_the_steps(
     kafka: KafkaBroker, redis_server: RedisServer
 ) -> None:
     service = await new_service(kafka, redis_server)
-    async with running_worker(service.settings(deterministic_step_ms="2")) as worker:
-        await service.publish([{"id": "warm", "prompt": "x", "max_tokens": 3}])
-        await service.wait_for_results(["warm"])
+    async with (
+        running_proxy(redis_server.port) as proxy,
+        running_worker(service.settings(redis_url=proxy.url, deterministic_step_ms="2")) as worker,
+    ):
         await service.publish([{"id": "long", "prompt": "x", "max_tokens": 400}])
         await service.wait_for_tokens("long", 3)
-        with redis_server.client() as admin:
-            admin.execute_command("CLIENT", "PAUSE", "1500", "WRITE")
+        proxy.stall("to_server")
         tokens = worker.metrics.output_tokens._value
-        # All 400 tokens exist before Redis takes another write.
+        # All of them exist before Redis gets another one.
         await eventually(
-            lambda: tokens.get() >= 403, "generation finishes while Redis is paused", limit_s=1.4
+            lambda: tokens.get() == 400, "generation finishes while Redis takes nothing", limit_s=30
         )
+        assert "redis" in worker.readiness.reasons()
+        proxy.resume()
         result = (await service.wait_for_results(["long"]))["long"]
         stream = await service.read("long")
     assert result.status == "completed"

@@ -64,7 +64,9 @@ class ServiceUnderTest:
     async def publish_raw(
         self,
         records: Iterable[tuple[bytes | None, bytes | None]],
+        *,
         headers: list[tuple[str, bytes]] | None = None,
+        timestamp_ms: int | None = None,
     ) -> None:
         """Acknowledged when it returns."""
         producer = AIOKafkaProducer(

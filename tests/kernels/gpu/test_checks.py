@@ -1,0 +1,66 @@
+"""Every op against its plain-torch reference: interpreted here, and on a device where there is one."""
+
+import pytest
+import torch
+
+from kernels.gpu.checks import CHECKS, Check, checks_of
+from kernels.gpu.checks.attention import ATTENTION_CASES, check_attention
+from kernels.gpu.checks.case import poisoned_outputs
+from kernels.gpu.tuning import TABLE_PATH, load_table
+from kernels.ops.paged_attention import gpu_decode, gpu_prefill
+
+by_name = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name.replace("torch.", ""))
+
+
+@by_name
+def test_interpreted_op_equals_its_reference(check: Check) -> None:
+    check.run(torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@by_name
+def test_compiled_op_equals_its_reference(check: Check, cuda_device: torch.device) -> None:
+    check.run(cuda_device)
+
+
+def test_every_op_of_the_tuning_table_has_checks() -> None:
+    for table in load_table(TABLE_PATH).values():
+        for op in table:
+            assert checks_of(op), op
+
+
+def test_poisoned_outputs_fills_what_is_only_allocated() -> None:
+    with poisoned_outputs():
+        floats, integers, like = (
+            torch.empty(3),
+            torch.empty(3, dtype=torch.int32),
+            torch.zeros(2).new_empty(2),
+        )
+    assert floats.isnan().all()
+    assert (integers == torch.iinfo(torch.int32).max).all()
+    assert like.isnan().all()
+
+
+@pytest.mark.parametrize("part", ["decode", "prefill"])
+def test_control_a_kernel_that_leaves_its_output_out_is_caught(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the launch the output keeps its poison, so the check has to fail."""
+    kernel = gpu_decode._reduce_kernel if part == "decode" else gpu_prefill._prefill_kernel
+    monkeypatch.setattr(kernel, "launch", lambda *args, **kwargs: None)
+    with pytest.raises(AssertionError, match="attention"):
+        check_attention(torch.device("cpu"), ATTENTION_CASES[0])
+
+
+def test_control_a_decode_split_that_is_not_reduced_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The case with 300 tokens of context spans two splits: with room for only one it has to fail."""
+    launch = gpu_decode._reduce_kernel.launch
+
+    def first_split_only(grid: tuple[int, ...], arguments: dict[str, object], **options: int) -> None:
+        lens = arguments["context_lens"]
+        assert isinstance(lens, torch.Tensor)
+        launch(grid, arguments | {"context_lens": lens.clamp(max=gpu_decode.SPLIT_TOKENS)}, **options)
+
+    monkeypatch.setattr(gpu_decode._reduce_kernel, "launch", first_split_only)
+    with pytest.raises(AssertionError, match="attention"):
+        check_attention(torch.device("cpu"), ATTENTION_CASES[0])
