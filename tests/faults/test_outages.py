@@ -109,7 +109,7 @@ async def test_a_slow_redis_delays_the_streams_but_not_the_steps(
         await eventually(
             lambda: tokens.get() == 400, "generation finishes while Redis takes nothing", limit_s=30
         )
-        assert "redis" in worker.readiness.reasons()
+        await eventually(lambda: "redis" in worker.readiness.reasons(), "the worker says that Redis is stuck")
         proxy.resume()
         result = (await service.wait_for_results(["long"]))["long"]
         stream = await service.read("long")

@@ -194,7 +194,7 @@ async def new_service(
     kafka: KafkaBroker, redis_server: RedisServer, *, partitions: int = 4
 ) -> ServiceUnderTest:
     """Fresh topics and group; the deterministic engine with an instant step unless a test says otherwise."""
-    service = ServiceUnderTest(
+    return ServiceUnderTest(
         kafka,
         redis_server,
         {
@@ -210,7 +210,6 @@ async def new_service(
             "TAILRACE_DRAIN_GRACE_S": "10",
         },
     )
-    return service
 
 
 @asynccontextmanager

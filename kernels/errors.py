@@ -1,0 +1,28 @@
+"""What can go wrong with a model or its options. Broken invariants of ours are AssertionErrors instead.
+
+KernelsError
+├── ModelNotFoundError   the operator's: nothing to load under that name or path
+├── ModelFileError       the operator's: the files are damaged, incomplete or of a kind we cannot run
+└── OptionsError         the operator's: options that contradict the model or the machine
+"""
+
+from typing import ClassVar, Literal
+
+
+class KernelsError(Exception):
+    """Says what was asked for, what was found and what would work; a retry changes nothing."""
+
+    whose: ClassVar[Literal["operator"]] = "operator"
+    retryable: ClassVar[bool] = False
+
+
+class ModelNotFoundError(KernelsError):
+    pass
+
+
+class ModelFileError(KernelsError):
+    pass
+
+
+class OptionsError(KernelsError):
+    pass

@@ -1,0 +1,63 @@
+"""The paged key/value memory of a model: every layer's blocks, in the order the attention kernels read them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels.config import ModelConfig
+
+
+def lane_width(dtype: torch.dtype) -> int:
+    """Values that share one 32-bit lane: two-byte types are multiplied in pairs by the dot-product units."""
+    return 4 // dtype.itemsize
+
+
+def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Memory of one block over all layers, keys and values together."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * dtype.itemsize
+
+
+class KVPool:
+    """Blocks of keys and values, addressed by (layer, block id).
+
+    With `pack = lane_width(dtype)`:
+    keys   [num_layers, num_blocks, num_kv_heads, head_dim / pack, block_size, pack]
+    values [num_layers, num_blocks, num_kv_heads, block_size / pack, head_dim, pack]
+    so that each block is, as it lies, the right-hand matrix of q·kᵀ and of p·v.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        pack = lane_width(dtype)
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks is {num_blocks}; at least 1 is needed")
+        if block_size < 1 or block_size % 16:
+            raise ValueError(f"block_size is {block_size}; it must be a multiple of 16")
+        if config.head_dim % (2 * pack):
+            raise ValueError(f"head_dim is {config.head_dim}; it must be a multiple of {2 * pack}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        self.pack = pack
+        shape = (config.num_layers, num_blocks, config.num_kv_heads)
+        head_dim = config.head_dim
+        self.keys = torch.zeros(*shape, head_dim // pack, block_size, pack, dtype=dtype, device=device)
+        self.values = torch.zeros(*shape, block_size // pack, head_dim, pack, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, all layers, (source, destination); destinations must be distinct from sources."""
+        if not pairs:
+            return
+        source, destination = torch.tensor(pairs, device=self.keys.device).unbind(1)
+        self.keys[:, destination] = self.keys[:, source]
+        self.values[:, destination] = self.values[:, source]

@@ -1,0 +1,200 @@
+"""The Runner that computes: a model, its KV pool and the sampler, driven by plans."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kernels.batch import ForwardBatch
+from kernels.config import ModelConfig
+from kernels.errors import OptionsError
+from kernels.kv_pool import KVPool, bytes_per_block
+from kernels.models.decoder import DecoderModel
+from kernels.plan_buffers import PlanBuffers
+from kernels.registry import ModelSource
+from kernels.runner import RunnerOptions
+from kernels.sampling import Sampler
+from kernels.weights import open_checkpoint
+from scheduler.plan import RowResult, SamplingParams, ScheduledRow, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """How the pool's bytes divide, and how long a request may grow in it."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+
+class ModelRunner:
+    """Built anywhere, then used on the step thread only."""
+
+    def __init__(
+        self, model: DecoderModel, shape: PoolShape, *, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        self._model = model
+        self._shape = shape
+        self._buffers = PlanBuffers(
+            max_num_rows=max_num_seqs,
+            max_num_tokens=max(max_num_batched_tokens, max_num_seqs),
+            max_num_blocks=-(-shape.max_model_len // shape.block_size),
+            block_size=shape.block_size,
+        )
+        self._sampler = Sampler(model.config.vocab_size)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._model.config
+
+    @property
+    def block_size(self) -> int:
+        return self._shape.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return self._shape.num_blocks
+
+    @property
+    def max_model_len(self) -> int:
+        return self._shape.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.config.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._model.config.eos_token_ids
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._model.kv_pool.dtype
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self._model.kv_pool.nbytes
+
+    def warmup(self) -> None:
+        self._model.warmup()
+        sampling = SamplingParams(seed=0, top_p=0.9, num_logprobs=1)
+        row = ScheduledRow("warmup", 0, (0,), 0, (0,), sampling, 0)
+        Sampler(self.vocab_size).sample(torch.zeros((1, self.vocab_size)), [row])
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Sampled rows get a token or an error of their own; the pool of other rows is never touched."""
+        started_s = time.perf_counter()
+        self._sampler.release(plan.released_seats)
+        self._buffers.release(plan.released_seats)
+        if plan.block_copies:
+            self._model.kv_pool.copy_blocks(plan.block_copies)
+        results = self._compute(plan) if plan.rows else ()
+        return StepResult(plan.step_id, results, time.perf_counter() - started_s)
+
+    def _compute(self, plan: StepPlan) -> tuple[RowResult, ...]:
+        batch = self._buffers.fill(plan)
+        unknown = self._silence_unknown_tokens(plan.rows, batch)
+        logits = self._model.forward(batch)
+        sampled = [row for row in plan.rows if row.sampling is not None]
+        drawn = iter(self._sampler.sample(logits, sampled))
+        results = [RowResult(row.request_id) if row.sampling is None else next(drawn) for row in plan.rows]
+        for idx, error in unknown.items():
+            results[idx] = RowResult(plan.rows[idx].request_id, error=error)
+        return tuple(results)
+
+    def _silence_unknown_tokens(self, rows: Sequence[ScheduledRow], batch: ForwardBatch) -> dict[int, str]:
+        """Errors by row; an id outside the vocabulary would otherwise fail the lookup of the whole batch."""
+        lowest, highest = batch.token_ids.aminmax()
+        if int(lowest) >= 0 and int(highest) < self.vocab_size:
+            return {}
+        outside = (batch.token_ids < 0) | (batch.token_ids >= self.vocab_size)
+        batch.token_ids[outside] = 0
+        return {
+            idx: f"token {token_id} is outside the vocabulary of {self.vocab_size} tokens"
+            for idx, row in enumerate(rows)
+            for token_id in row.token_ids
+            if not 0 <= token_id < self.vocab_size
+        }
+
+
+def load_model_runner(options: RunnerOptions, source: ModelSource) -> ModelRunner:
+    """Reads the checkpoint tensor by tensor into a model on the chosen device."""
+    device = _device(options)
+    dtype = _dtype(options)
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    checkpoint = open_checkpoint(source, dtype)
+    shape = pool_shape(options, checkpoint.config, dtype)
+    config = checkpoint.config
+    try:
+        pool = KVPool(config, shape.num_blocks, shape.block_size, dtype, device)
+    except ValueError as error:
+        raise OptionsError(f"the KV pool cannot be built: {error}") from error
+    model = DecoderModel(
+        config,
+        checkpoint.weights,
+        pool,
+        dtype=dtype,
+        quantization=options.quantization,
+        num_threads=options.num_threads,
+    )
+    return ModelRunner(
+        model,
+        shape,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+    )
+
+
+def pool_shape(options: RunnerOptions, config: ModelConfig, dtype: torch.dtype) -> PoolShape:
+    """As many blocks as the bytes allow; a request may be as long as model and pool both allow.
+
+    Raises OptionsError when the pool holds no block, or less than an explicit max_model_len asks for.
+    """
+    block_bytes = bytes_per_block(config, options.block_size, dtype)
+    num_blocks = options.kv_cache_bytes // block_bytes
+    if num_blocks < 1:
+        raise OptionsError(
+            f"kv_cache_bytes is {options.kv_cache_bytes}; "
+            f"one block of {options.block_size} tokens takes {block_bytes}"
+        )
+    shape = PoolShape(
+        num_blocks, options.block_size, min(config.max_position_embeddings, num_blocks * options.block_size)
+    )
+    wanted = options.max_model_len
+    if wanted is None:
+        return shape
+    if wanted > config.max_position_embeddings:
+        raise OptionsError(
+            f"max_model_len is {wanted}; the model takes at most {config.max_position_embeddings} tokens"
+        )
+    if wanted > shape.max_model_len:
+        needed = -(-wanted // options.block_size) * block_bytes
+        raise OptionsError(
+            f"max_model_len is {wanted}; kv_cache_bytes {options.kv_cache_bytes} holds {shape.max_model_len} "
+            f"tokens (needed: {needed} bytes)"
+        )
+    return replace(shape, max_model_len=wanted)
+
+
+def _device(options: RunnerOptions) -> torch.device:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise OptionsError("device is cuda; torch finds no usable CUDA device here; use cpu or auto")
+    if options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available()):
+        raise OptionsError("device cuda: the model has no GPU path yet; set the device to cpu")
+    return torch.device("cpu")
+
+
+def _dtype(options: RunnerOptions) -> torch.dtype:
+    if options.dtype == "auto":
+        return torch.bfloat16 if has_native_bfloat16() else torch.float32
+    if options.dtype == "float16":
+        raise OptionsError("dtype is float16; on the cpu use bfloat16, float32 or auto")
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
+
+
+def has_native_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 itself; emulated, it is slower than float32."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))

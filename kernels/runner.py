@@ -1,0 +1,86 @@
+"""The seam between the step thread and whatever computes tokens. Importing this module imports no torch."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+from kernels.errors import OptionsError
+from kernels.registry import resolve_model
+from scheduler.plan import StepPlan, StepResult
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8"]
+
+
+class Runner(Protocol):
+    """Turns plans into tokens. Built anywhere, then used on the step thread only."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together that one request may have."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    def warmup(self) -> None:
+        """Compiles and touches everything a step needs, so that the first step is no slower than others."""
+        ...
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Computes one step. A row that fails says so in its RowResult; an exception means a bug of ours."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """What a model is loaded with."""
+
+    model: str
+    """A folder, a .gguf file or a known name."""
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    """auto: bfloat16 where the processor multiplies it natively, else float32."""
+    quantization: Quantization = "none"
+    block_size: int = 16
+    kv_cache_bytes: int = 1 << 30
+    max_num_seqs: int = 64
+    max_model_len: int | None = None
+    """None: as long as the model and the pool allow."""
+    max_num_batched_tokens: int = 512
+    num_threads: int | None = None
+    """None: torch's choice."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (("device", Device), ("dtype", Dtype), ("quantization", Quantization)):
+            if getattr(self, name) not in get_args(choices):
+                raise OptionsError(
+                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(choices))}"
+                )
+        for name in ("block_size", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise OptionsError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("max_model_len", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionsError(f"{name} is {value}; it must be at least 1")
+
+
+def load_runner(options: RunnerOptions) -> Runner:
+    """Reads the model and allocates its KV pool; seconds, so off the event loop.
+
+    Raises ModelNotFoundError, ModelFileError or OptionsError.
+    """
+    source = resolve_model(options.model)
+    from kernels.model_runner import load_model_runner  # here, because torch takes seconds
+
+    return load_model_runner(options, source)

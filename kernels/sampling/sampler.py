@@ -1,0 +1,181 @@
+"""Chooses one token for each sampled row. Step thread only.
+
+Determinism: a row's token is a function of its logits, its sampling parameters, its own history and (seed,
+position). Neither the number nor the order of the rows beside it enters; the tests compare bit for bit.
+Whether the *logits* depend on the batch is the model's business.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.sampling.draw import DrawParams, draw
+from kernels.sampling.logprobs import token_logprobs
+from kernels.sampling.philox import uniform
+from kernels.sampling.seat import Seat, adjust
+from scheduler.plan import RowResult, SamplingParams, ScheduledRow, TokenLogprobs
+
+GREEDY_BELOW = 1e-5
+"""Smaller temperatures are taken as 0: dividing by them overflows."""
+_MAX_ROWS_AT_ONCE = 16
+"""Rows that need more than an argmax are copied and worked on in groups: bounds memory, stays in cache."""
+
+_NO_LOGIT = "the model produced NaN or infinite logits for this row"
+_NO_TOKEN = "every token is excluded by logit_bias and banned tokens"
+
+
+class Sampler:
+    """Keeps the state that penalties need by seat; everything else comes with the row."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._seats: dict[int, Seat] = {}
+        self._scratch = torch.empty((0, vocab_size))
+
+    def release(self, seats: Iterable[int]) -> None:
+        for seat in seats:
+            self._seats.pop(seat, None)
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> list[RowResult]:
+        """One result per row of `logits` [num_rows, vocab_size] float32 on the CPU, which stays unchanged."""
+        if not rows:
+            return []
+        values = logits.numpy()
+        token_ids = values.argmax(axis=1)
+        best = values[np.arange(len(rows)), token_ids].astype(np.float64)
+        finite = np.isfinite(best).tolist()
+        results = [
+            RowResult(row.request_id, token_id=token_id)
+            if good
+            else RowResult(row.request_id, error=_NO_LOGIT)
+            for row, token_id, good in zip(rows, token_ids.tolist(), finite, strict=True)
+        ]
+        special = [idx for idx, row in enumerate(rows) if finite[idx] and not _is_plain_greedy(row)]
+        for start in range(0, len(special), _MAX_ROWS_AT_ONCE):
+            group = special[start : start + _MAX_ROWS_AT_ONCE]
+            for idx, result in zip(group, self._sample_group(logits, best, rows, group), strict=True):
+                results[idx] = result
+        return results
+
+    def _sample_group(
+        self,
+        logits: torch.Tensor,
+        raw_best: npt.NDArray[np.float64],
+        rows: Sequence[ScheduledRow],
+        group: Sequence[int],
+    ) -> list[RowResult]:
+        chosen = [rows[idx] for idx in group]
+        seats = [self._seat(row) for row in chosen]
+        scratch = self._copy_rows(logits, group)
+        token_ids, errors = _choose(scratch, chosen, seats)
+        for i, seat in enumerate(seats):
+            if errors[i] is None and seat.counts is not None:
+                seat.counts.add(int(token_ids[i]))
+        logprobs = self._logprobs(logits, raw_best, group, chosen, token_ids)
+        return [
+            RowResult(row.request_id, error=errors[i])
+            if errors[i]
+            else RowResult(row.request_id, token_id=int(token_ids[i]), logprobs=logprobs.get(i))
+            for i, row in enumerate(chosen)
+        ]
+
+    def _seat(self, row: ScheduledRow) -> Seat:
+        params = _params(row)
+        seat = self._seats.get(row.seat)
+        if (
+            seat is None
+            or row.history is not None
+            or not (seat.sampling is params or seat.sampling == params)
+        ):
+            seat = self._seats[row.seat] = Seat(params, self._vocab_size)
+        if row.history is not None and params.needs_history:
+            seat.load_history(row.history, self._vocab_size)
+        assert seat.counts is not None or seat.error or not params.needs_history, (
+            f"request {row.request_id}: penalties without history in the first sampling row"
+        )
+        return seat
+
+    def _copy_rows(self, logits: torch.Tensor, group: Sequence[int]) -> torch.Tensor:
+        """Into memory that is kept: fresh pages for every step would cost more than the copy."""
+        if self._scratch.shape[0] < len(group):
+            self._scratch = torch.empty((len(group), self._vocab_size))
+        scratch = self._scratch[: len(group)]
+        torch.index_select(logits, 0, torch.tensor(group), out=scratch)
+        return scratch
+
+    def _logprobs(
+        self,
+        logits: torch.Tensor,
+        best: npt.NDArray[np.float64],
+        group: Sequence[int],
+        chosen: Sequence[ScheduledRow],
+        token_ids: npt.NDArray[np.int64],
+    ) -> dict[int, TokenLogprobs]:
+        """By index into the group, for the rows that asked."""
+        wanted = [
+            (i, count) for i, row in enumerate(chosen) if (count := _params(row).num_logprobs) is not None
+        ]
+        if not wanted:
+            return {}
+        indices = [i for i, _ in wanted]
+        at = [group[i] for i in indices]
+        found = token_logprobs(
+            self._copy_rows(logits, at), best[at], token_ids[indices].tolist(), [count for _, count in wanted]
+        )
+        return dict(zip(indices, found, strict=True))
+
+
+def _params(row: ScheduledRow) -> SamplingParams:
+    assert row.sampling is not None, (
+        f"request {row.request_id}: a row that samples nothing reached the sampler"
+    )
+    return row.sampling
+
+
+def _is_banning(row: ScheduledRow, params: SamplingParams) -> bool:
+    return bool(params.banned_token_ids) and row.num_generated_tokens < params.min_tokens
+
+
+def _is_plain_greedy(row: ScheduledRow) -> bool:
+    """The argmax of the raw logits is all there is to it."""
+    params = _params(row)
+    return (
+        params.temperature < GREEDY_BELOW
+        and params.num_logprobs is None
+        and not params.logit_bias
+        and not params.needs_history
+        and not _is_banning(row, params)
+    )
+
+
+def _choose(
+    logits: torch.Tensor, rows: Sequence[ScheduledRow], seats: Sequence[Seat]
+) -> tuple[npt.NDArray[np.int64], list[str | None]]:
+    """A token and an error, if any, for each row; `logits` is overwritten."""
+    values = logits.numpy()
+    usable = [i for i, seat in enumerate(seats) if seat.error is None]  # the others' ids may not be in range
+    adjust(values, [(i, seats[i]) for i in usable], [_is_banning(rows[i], _params(rows[i])) for i in usable])
+    token_ids = values.argmax(axis=1)
+    best = values[np.arange(len(rows)), token_ids].astype(np.float64)
+    errors = [
+        seat.error or (None if possible else _NO_TOKEN)
+        for seat, possible in zip(seats, np.isfinite(best).tolist(), strict=True)
+    ]
+    drawn = [i for i, row in enumerate(rows) if not errors[i] and _params(row).temperature >= GREEDY_BELOW]
+    if drawn:
+        picked = logits if len(drawn) == len(rows) else logits[torch.tensor(drawn)]
+        token_ids[drawn] = draw(picked, best[drawn], _draw_params([rows[i] for i in drawn]))
+    return token_ids, errors
+
+
+def _draw_params(rows: Sequence[ScheduledRow]) -> DrawParams:
+    params = [_params(row) for row in rows]
+    return DrawParams(
+        temperature=np.array([p.temperature for p in params], dtype=np.float64),
+        top_k=np.array([p.top_k for p in params], dtype=np.int64),
+        top_p=np.array([p.top_p for p in params], dtype=np.float64),
+        min_p=np.array([p.min_p for p in params], dtype=np.float64),
+        uniform=uniform([p.seed for p in params], [row.sample_position for row in rows]),
+    )

@@ -1,0 +1,137 @@
+"""GGUF metadata to a ModelConfig."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.config import ModelConfig, RopeScaling
+from kernels.errors import ModelFileError
+from kernels.weights.gguf_file import GgufFile
+from kernels.weights.hugging_face import check_heads
+
+SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+
+
+def read_config(file: GgufFile, rope_factors: npt.NDArray[np.float32] | None) -> ModelConfig:
+    """`rope_factors` is the tensor rope_freqs.weight, in which converters bake Llama 3's scaling.
+
+    Raises ModelFileError naming the key that is missing, malformed or unsupported.
+    """
+    arch = file.metadata.get("general.architecture")
+    if arch not in SUPPORTED_ARCHITECTURES or not isinstance(arch, str):
+        raise ModelFileError(
+            f"{file.path}: architecture {arch!r} is not supported; supported: "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    keys = _Keys(file, arch)
+    hidden_size, num_heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
+    head_dim = keys.integer("attention.key_length", hidden_size // num_heads)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if keys.integer(name, head_dim) != head_dim:
+            raise ModelFileError(
+                f"{file.path}: {arch}.{name} is {keys.integer(name)}; "
+                f"only the head size, {head_dim}, is supported"
+            )
+    config = ModelConfig(
+        model_type=arch,
+        num_layers=keys.integer("block_count"),
+        hidden_size=hidden_size,
+        intermediate_size=keys.integer("feed_forward_length"),
+        num_heads=num_heads,
+        num_kv_heads=keys.integer("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        vocab_size=_vocab_size(file),
+        max_position_embeddings=keys.integer("context_length"),
+        rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
+        rope_theta=keys.number("rope.freq_base", 10000.0),
+        rope_scaling=_rope_scaling(keys, head_dim, rope_factors),
+        tie_word_embeddings="output.weight" not in file.tensors,
+        qkv_bias=arch == "qwen2",
+        qk_norm=arch == "qwen3",
+        sliding_window=keys.optional_integer("attention.sliding_window"),
+        eos_token_ids=_eos_token_ids(file),
+        bos_token_id=_token_id(file, "tokenizer.ggml.bos_token_id"),
+    )
+    check_heads(file.path, config)
+    return config
+
+
+class _Keys:
+    """Typed access to the keys of one architecture."""
+
+    def __init__(self, file: GgufFile, arch: str) -> None:
+        self.file = file
+        self.arch = arch
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.file.metadata.get(f"{self.arch}.{name}", default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ModelFileError(
+                f"{self.file.path}: {self.arch}.{name} is {value!r}; it must be a positive number"
+            )
+        return float(value)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.number(name, default)
+        if value != int(value):
+            raise ModelFileError(f"{self.file.path}: {self.arch}.{name} is {value}; it must be an integer")
+        return int(value)
+
+    def optional_integer(self, name: str) -> int | None:
+        value = self.file.metadata.get(f"{self.arch}.{name}")
+        return None if value in (None, 0) else self.integer(name)
+
+
+def _vocab_size(file: GgufFile) -> int:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.dims) != 2:
+        raise ModelFileError(f"{file.path}: tensor token_embd.weight is missing or no matrix")
+    return embedding.dims[1]
+
+
+def _token_id(file: GgufFile, key: str) -> int | None:
+    value = file.metadata.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _eos_token_ids(file: GgufFile) -> tuple[int, ...]:
+    found = [_token_id(file, key) for key in _EOS_KEYS]
+    return tuple(dict.fromkeys(token_id for token_id in found if token_id is not None))
+
+
+def _rope_scaling(
+    keys: _Keys, head_dim: int, rope_factors: npt.NDArray[np.float32] | None
+) -> RopeScaling | None:
+    kind = keys.file.metadata.get(f"{keys.arch}.rope.scaling.type", "none")
+    if kind not in ("none", "linear"):
+        raise ModelFileError(
+            f"{keys.file.path}: rope scaling {kind!r} is not supported; supported: none, linear, llama3"
+        )
+    if rope_factors is not None:
+        return _llama3_scaling(keys, head_dim, rope_factors)
+    factor = keys.number("rope.scaling.factor", 1.0)
+    return RopeScaling("linear", factor) if kind == "linear" and factor != 1.0 else None
+
+
+def _llama3_scaling(keys: _Keys, head_dim: int, found: npt.NDArray[np.float32]) -> RopeScaling:
+    """Recovers the parameters behind baked factors; those Llama 3.x models were published with are tried."""
+    for original in (8192, 4096, 2048):
+        scaling = RopeScaling("llama3", float(found.max()), 1.0, 4.0, original)
+        expected = llama3_factors(scaling, keys.number("rope.freq_base", 10000.0), head_dim)
+        if found.shape == expected.shape and np.allclose(found, expected, rtol=1e-3):
+            return scaling
+    raise ModelFileError(
+        f"{keys.file.path}: the factors in rope_freqs.weight are not those of Llama 3's scaling"
+    )
+
+
+def llama3_factors(scaling: RopeScaling, theta: float, head_dim: int) -> npt.NDArray[np.float64]:
+    """[head_dim / 2]: by how much each frequency is divided (the Llama 3.1 release's formula)."""
+    frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    wavelengths = 2 * np.pi / frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = (scaling.original_max_position_embeddings / wavelengths - low) / (high - low)
+    smooth = np.clip(smooth, 0.0, 1.0)
+    return np.asarray(1.0 / ((1.0 - smooth) / scaling.factor + smooth))

@@ -1,0 +1,157 @@
+"""config.json and generation_config.json of a Hugging Face folder, as transformers 4 and 5 write them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kernels.config import ModelConfig, RopeScaling
+from kernels.errors import ModelFileError
+
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Raises ModelFileError naming the field that is missing, malformed or unsupported."""
+    path = folder / "config.json"
+    raw = _read_json(path)
+    model_type = raw.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        raise ModelFileError(
+            f"{path}: model_type {model_type!r} is not supported; "
+            f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
+    _refuse_unsupported(path, raw)
+    hidden_size, num_heads = _integer(path, raw, "hidden_size"), _integer(path, raw, "num_attention_heads")
+    rope_theta, rope_scaling = _rope(path, raw)
+    eos_token_ids = _eos_token_ids(folder, raw)
+    config = ModelConfig(
+        model_type=model_type,
+        num_layers=_integer(path, raw, "num_hidden_layers"),
+        hidden_size=hidden_size,
+        intermediate_size=_integer(path, raw, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=_integer(path, raw, "num_key_value_heads", default=num_heads),
+        head_dim=_integer(
+            path, raw, "head_dim", default=128 if model_type == "qwen3" else hidden_size // num_heads
+        ),
+        vocab_size=_integer(path, raw, "vocab_size"),
+        max_position_embeddings=_integer(path, raw, "max_position_embeddings"),
+        rms_norm_eps=_number(path, raw, "rms_norm_eps", default=1e-6),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=model_type == "qwen2",
+        qk_norm=model_type == "qwen3",
+        sliding_window=_sliding_window(path, raw),
+        eos_token_ids=eos_token_ids,
+        bos_token_id=raw.get("bos_token_id"),
+    )
+    check_heads(path, config)
+    return config
+
+
+def check_heads(path: Path, config: ModelConfig) -> None:
+    if config.num_heads % config.num_kv_heads:
+        raise ModelFileError(
+            f"{path}: {config.num_heads} attention heads cannot share "
+            f"{config.num_kv_heads} key-value heads evenly"
+        )
+    if config.head_dim % 2:
+        raise ModelFileError(f"{path}: head_dim {config.head_dim} is odd; rotary embedding needs pairs")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        size = path.stat().st_size
+        if size > _MAX_CONFIG_BYTES:
+            raise ModelFileError(f"{path} has {size} bytes; the limit is {_MAX_CONFIG_BYTES}")
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelFileError(f"{path} holds a {type(raw).__name__}; it must be an object")
+    return raw
+
+
+def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
+    """Fields that change the arithmetic in ways that are not implemented."""
+    act = raw.get("hidden_act", "silu")
+    if act != "silu":
+        raise ModelFileError(f"{path}: hidden_act {act!r} is not supported; supported: silu")
+    for name in ("attention_bias", "mlp_bias"):
+        if raw.get(name):
+            raise ModelFileError(f"{path}: {name} true is not supported for {raw['model_type']}")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise ModelFileError(
+            f"{path}: quantization_config ({method}) is not supported; "
+            "give an unquantized checkpoint or a GGUF file"
+        )
+    partial = raw.get(
+        "partial_rotary_factor", (raw.get("rope_parameters") or {}).get("partial_rotary_factor")
+    )
+    if partial not in (None, 1, 1.0):
+        raise ModelFileError(f"{path}: partial_rotary_factor {partial} is not supported; supported: 1.0")
+
+
+def _integer(path: Path, raw: dict[str, Any], name: str, *, default: int | None = None) -> int:
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelFileError(f"{path}: {name} is {value!r}; it must be a positive integer")
+    return value
+
+
+def _number(path: Path, raw: dict[str, Any], name: str, *, default: float | None = None) -> float:
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ModelFileError(f"{path}: {name} is {value!r}; it must be a positive number")
+    return float(value)
+
+
+def _rope(path: Path, raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+    """transformers 5 writes rope_parameters; 4 wrote rope_theta beside an optional rope_scaling."""
+    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise ModelFileError(f"{path}: rope_parameters must be an object, not {type(parameters).__name__}")
+    theta = _number(path, {**raw, **parameters}, "rope_theta", default=10000.0)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind in ("default", None):
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling("linear", _number(path, parameters, "factor"))
+    if kind == "llama3":
+        return theta, RopeScaling(
+            kind="llama3",
+            factor=_number(path, parameters, "factor"),
+            low_freq_factor=_number(path, parameters, "low_freq_factor"),
+            high_freq_factor=_number(path, parameters, "high_freq_factor"),
+            original_max_position_embeddings=_integer(path, parameters, "original_max_position_embeddings"),
+        )
+    raise ModelFileError(f"{path}: rope_type {kind!r} is not supported; supported: default, linear, llama3")
+
+
+def _sliding_window(path: Path, raw: dict[str, Any]) -> int | None:
+    """Qwen configs carry a window that use_sliding_window switches off."""
+    if raw.get("sliding_window") is None or raw.get("use_sliding_window") is False:
+        return None
+    return _integer(path, raw, "sliding_window")
+
+
+def _eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+    """Ids of generation_config.json first, then those that only config.json names."""
+    sources = [raw]
+    if (folder / "generation_config.json").is_file():
+        sources.insert(0, _read_json(folder / "generation_config.json"))
+    ids: list[int] = []
+    for source in sources:
+        value = source.get("eos_token_id")
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in found):
+            raise ModelFileError(f"{folder}: eos_token_id is {value!r}; it must be an id or a list of ids")
+        ids.extend(token_id for token_id in found if token_id not in ids)
+    return tuple(ids)

@@ -1,0 +1,73 @@
+"""Which tensors a model of a given shape has; a checkpoint that differs is refused before it is read."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from kernels.config import ModelConfig
+from kernels.errors import ModelFileError
+
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".self_attn.attn.bias")
+"""Buffers that older checkpoints carry and that follow from the config."""
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the model by its Hugging Face name."""
+    shapes: dict[str, tuple[int, ...]] = {
+        EMBEDDING: (config.vocab_size, config.hidden_size),
+        "model.norm.weight": (config.hidden_size,),
+    }
+    if not config.tie_word_embeddings:
+        shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
+    for layer in range(config.num_layers):
+        for name, shape in _layer_shapes(config):
+            shapes[f"model.layers.{layer}.{name}"] = shape
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden = config.hidden_size
+    q_size = config.num_heads * config.head_dim
+    kv_size = config.num_kv_heads * config.head_dim
+    yield "input_layernorm.weight", (hidden,)
+    yield "post_attention_layernorm.weight", (hidden,)
+    for name, size in (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)):
+        yield f"self_attn.{name}.weight", (size, hidden)
+        if config.qkv_bias:
+            yield f"self_attn.{name}.bias", (size,)
+    yield "self_attn.o_proj.weight", (hidden, q_size)
+    if config.qk_norm:
+        yield "self_attn.q_norm.weight", (config.head_dim,)
+        yield "self_attn.k_norm.weight", (config.head_dim,)
+    yield "mlp.gate_proj.weight", (config.intermediate_size, hidden)
+    yield "mlp.up_proj.weight", (config.intermediate_size, hidden)
+    yield "mlp.down_proj.weight", (hidden, config.intermediate_size)
+
+
+def check_layout(path: Path, config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ModelFileError for a missing tensor, a wrong shape, or a tensor the model would ignore."""
+    expected = expected_shapes(config)
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise ModelFileError(f"{path}: {len(missing)} tensors of the model are missing: {_some(missing)}")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise ModelFileError(
+                f"{path}: tensor {name} has shape {list(found[name])}; the config asks for {list(shape)}"
+            )
+    tied_head = LM_HEAD if config.tie_word_embeddings else None
+    unknown = [
+        name
+        for name in found
+        if name not in expected and name != tied_head and not name.endswith(_IGNORED_SUFFIXES)
+    ]
+    if unknown:
+        raise ModelFileError(
+            f"{path}: {len(unknown)} tensors have no place in a {config.model_type} model: {_some(unknown)}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
