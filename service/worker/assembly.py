@@ -97,7 +97,13 @@ def assemble(
         lambda: [run.job_id for run in table if run.epoch],
     )
     context = Context(
-        names=Names(worker, settings.results_topic, settings.dead_letter_topic, settings.max_job_bytes),
+        names=Names(
+            worker,
+            settings.results_topic,
+            settings.dead_letter_topic,
+            settings.max_job_bytes,
+            settings.max_attempts,
+        ),
         limits=model_limits(settings, loaded),
         targets=class_targets(settings),
         engine=engine,

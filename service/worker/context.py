@@ -19,12 +19,13 @@ from service.worker.specs import ModelLimits
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Who this worker is and where its records go."""
+    """Who this worker is, where its records go and what it takes."""
 
     worker: str
     results_topic: str
     dead_letter_topic: str
     max_job_bytes: int
+    max_attempts: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,10 +75,13 @@ class Finisher:
             self._c.complete(run.delivery)
 
     async def _open_and_end(self, run: JobRun, job_id: str, status: Status, error: JobError) -> bool:
-        """File a refusal under `job_id`. False: that id belongs to another record."""
-        opened = await self._c.publisher.open(
-            job_id, origin=run.origin, digest=digest_of(run.delivery), num_choices=1, stream=True
-        )
+        """File a refusal under `job_id`. False: that id belongs to another record, or its keys to somebody else."""
+        try:
+            opened = await self._c.publisher.open(
+                job_id, origin=run.origin, digest=digest_of(run.delivery), num_choices=1, stream=True
+            )
+        except JobError:
+            return False
         if opened.outcome is Outcome.DUPLICATE:
             return False
         if opened.outcome is Outcome.OPENED:
@@ -107,12 +110,17 @@ class Finisher:
             message=error.message,
         )
         letter = DeadLetter(delivery.key, delivery.value, delivery.headers, origin)
-        await self._c.producer.send(
-            self._c.names.dead_letter_topic,
-            key=delivery.key,
-            value=delivery.value,
-            headers=letter.record_headers(),
-        )
+        try:
+            await self._c.producer.send(
+                self._c.names.dead_letter_topic,
+                key=delivery.key,
+                value=delivery.value,
+                headers=letter.record_headers(),
+            )
+        except JobError as too_large:
+            # The record came through a topic with a higher limit than ours. Its result still tells what happened.
+            log.error("dead_letter_refused", origin=run.origin, reason=too_large.message)
+            return
         self._c.metrics.dead_letters.inc()
 
     def _observe(self, run: JobRun, result: Result) -> None:

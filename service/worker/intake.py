@@ -7,7 +7,7 @@ import structlog
 from scheduler.spec import FinishReason
 from service.errors import JobError
 from service.stream.publisher import Opened, Outcome
-from service.wire import Job, parse_job
+from service.wire import Job, Status, parse_job
 from service.worker.context import Context
 from service.worker.digest import digest_of
 from service.worker.finisher import Finisher
@@ -23,6 +23,8 @@ from service.worker.targets import targets_of
 from service.worker.terminal import status_of
 
 log = structlog.get_logger(__name__)
+
+TOO_MANY_ATTEMPTS = "too_many_attempts"
 
 
 class Intake:
@@ -45,9 +47,12 @@ class Intake:
         except JobError as error:
             return await self._finisher.refuse_record(run, error)
         run.job, run.job_id = job, job.id
-        opened = await self._c.publisher.open(
-            job.id, origin=run.origin, digest=digest_of(delivery), num_choices=job.n, stream=job.stream
-        )
+        try:
+            opened = await self._c.publisher.open(
+                job.id, origin=run.origin, digest=digest_of(delivery), num_choices=job.n, stream=job.stream
+            )
+        except JobError as error:
+            return await self._finisher.refuse_record(run, error)
         if opened.outcome is Outcome.ENDED:
             self._c.metrics.duplicates.inc()
             self._finisher.settle(run)
@@ -62,6 +67,7 @@ class Intake:
     async def _admit(self, run: JobRun, job: Job, opened: Opened) -> bool:
         publisher = self._c.publisher
         try:
+            self._check_attempts(run)
             check_against_model(job, self._c.limits)
             prompt = await asyncio.get_running_loop().run_in_executor(
                 self._c.text_executor, encode_prompt, job, self._c.tokenizer, run.delivery.timestamp_ms
@@ -76,9 +82,23 @@ class Intake:
             self._add_requests(run, prompt)
         except JobError as error:
             publisher.start(job.id, run.epoch, attempt=run.epoch)
-            return await self._finisher.end(run, "rejected", error)
+            status: Status = "failed" if error.code == TOO_MANY_ATTEMPTS else "rejected"
+            return await self._finisher.end(run, status, error)
         # What has nothing left to compute ends here: cancelled before it began, or stopped in an earlier attempt.
         return await self._finisher.end(run, status_of(run)) if run.finished else True
+
+    def _check_attempts(self, run: JobRun) -> None:
+        """A job that takes its worker down with it must not go on to the next one for ever."""
+        limit = self._c.names.max_attempts
+        if run.epoch > limit:
+            raise JobError(
+                TOO_MANY_ATTEMPTS,
+                f"attempt: {run.epoch} is above the limit {limit}; each one before ended without a result",
+                field="attempt",
+                value=run.epoch,
+                limit=limit,
+                job_id=run.job_id,
+            )
 
     def _resume(self, run: JobRun, job: Job, prompt: tuple[int, ...], opened: Opened) -> None:
         """Take over what earlier attempts streamed, unless another model or tokenizer wrote it."""

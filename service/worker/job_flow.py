@@ -8,9 +8,8 @@ from typing import Any
 import structlog
 
 from scheduler.spec import FinishReason, RequestUpdate
-from service.errors import InternalError
+from service.errors import DependencyError, JobError
 from service.ingest.delivery import Delivery, TopicPartition
-from service.wire import ErrorInfo
 from service.worker.context import Context
 from service.worker.finisher import Finisher
 from service.worker.intake import Intake
@@ -122,23 +121,29 @@ class JobFlow:
             if run.abandoned:
                 return
             log.exception("job_broke", job_id=run.job_id, origin=run.origin)
-            await self._end_broken(run, error)
+            try:
+                await self._end_broken(run, error)
+            except Exception:
+                # Not settled: it is delivered again after the next rebalance, here or elsewhere.
+                log.exception("job_stays_incomplete", job_id=run.job_id, origin=run.origin)
         finally:
             self._on_settled()
 
     async def _end_broken(self, run: JobRun, error: Exception) -> None:
+        """Ends a job that our own code failed on, as small as possible: whatever broke may break again."""
         self._stop_requests(run)
-        run.error = ErrorInfo(
-            "internal_error", f"{type(error).__name__} in the service; the operator's log tells more"
-        )
-        if not run.epoch:
-            # Not even its stream could be opened: leave the record to the next attempt.
-            self._c.table.remove(run)
-            return
-        try:
-            await self._finisher.end(run, "failed")
-        except Exception as again:
-            raise InternalError(f"job {run.job_id}: cannot even be failed") from again
+        run.choices = []
+        if isinstance(error, DependencyError):
+            return  # Closing down; the record stays incomplete and is delivered again.
+        reason = error
+        if not isinstance(error, JobError):
+            message = f"{type(error).__name__} in the service; the operator's log has the rest"
+            reason = JobError("internal_error", message, job_id=run.job_id or None)
+        assert isinstance(reason, JobError)
+        if run.epoch:
+            await self._finisher.end(run, "failed", reason)
+        else:
+            await self._finisher.refuse_record(run, reason)
 
     def _stop_requests(self, run: JobRun) -> None:
         for choice in run.choices:

@@ -61,7 +61,7 @@ def timings_of(run: JobRun, now_s: float) -> Timings:
     ttft_s = tpot_s = queued_s = None
     if run.first_step_s is not None:
         queued_s = run.first_step_s - run.arrival_s
-    if run.first_token_s is not None and run.last_token_s is not None:
+    if run.choices and run.first_token_s is not None and run.last_token_s is not None:
         ttft_s = run.first_token_s - run.arrival_s
         longest = max(len(choice.token_ids) for choice in run.choices)
         num_later = longest - run.num_resumed_tokens // len(run.choices) - 1

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -49,6 +51,24 @@ def _qwen2() -> PreTrainedModel:
     )
 
 
+def _gemma3(**changes: Any) -> PreTrainedModel:
+    """Windows in four of six layers, an attention scale that is not the head size's."""
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **NARROW | {"num_hidden_layers": 6},
+            sliding_window=20,
+            sliding_window_pattern=3,
+            query_pre_attn_scalar=40,
+            **changes,
+        )
+    )
+
+
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 500_000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+}
+
 NARROW = {**SIZES, "hidden_size": 64}
 """Heads that together are wider than the hidden size."""
 
@@ -62,6 +82,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
     "mistral_window": lambda: MistralForCausalLM(MistralConfig(**NARROW, sliding_window=24)),
     "qwen2": _qwen2,
+    "gemma3": _gemma3,
+    "gemma3_untied": lambda: _gemma3(tie_word_embeddings=False),
+    "gemma3_rope": lambda: _gemma3(rope_parameters=GEMMA3_ROPE),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**NARROW)),
 }
 

@@ -35,8 +35,17 @@ def test_demo_summarizes_every_document_and_reports(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("moment", ["starting", "ready", "streaming"])
-def test_ctrl_c_leaves_nothing(tmp_path: Path, moment: str) -> None:
+@pytest.mark.parametrize(
+    ("moment", "how"),
+    [
+        ("starting", signal.SIGINT),
+        ("ready", signal.SIGINT),
+        ("streaming", signal.SIGINT),
+        ("streaming", signal.SIGTERM),
+        ("streaming", signal.SIGKILL),
+    ],
+)
+def test_ending_it_leaves_nothing(tmp_path: Path, moment: str, how: signal.Signals) -> None:
     with subprocess.Popen(
         command("demo"),
         env=_env(tmp_path),
@@ -53,9 +62,10 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, moment: str) -> None:
         if moment == "streaming":
             assert "|" in demo.stdout.readline()
         children = psutil.Process(demo.pid).children(recursive=True)
-        demo.send_signal(signal.SIGINT)
+        demo.send_signal(how)
         _, stderr = demo.communicate(timeout=60)
-        assert demo.returncode == 130, stderr
+        expected = -how if how is signal.SIGKILL else 128 + how
+        assert demo.returncode == expected, stderr
         assert "Traceback" not in stderr
     _, alive = psutil.wait_procs(children, timeout=10)
     assert alive == []

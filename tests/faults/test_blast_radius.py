@@ -1,0 +1,92 @@
+"""A job that breaks something of ours ends by itself; the others do not notice."""
+
+import time
+from typing import Any
+
+import orjson
+import pytest
+
+from service.wire import decode
+from service.worker.digest import digest_of_value
+from tests.support.kafka import KafkaBroker
+from tests.support.redis import RedisServer
+from tests.support.service import new_service, running_worker
+from tests.support.streams import running_publisher
+
+pytestmark = [pytest.mark.kafka, pytest.mark.redis]
+
+BYSTANDER = {"id": "bystander", "prompt": "x", "max_tokens": 20}
+
+
+async def test_a_result_too_large_for_its_topic_fails_the_job_and_no_other(
+    kafka: KafkaBroker, redis_server: RedisServer
+) -> None:
+    service = await new_service(kafka, redis_server, partitions=1)
+    service.environ["TAILRACE_RESULTS_TOPIC"] = await kafka.new_topic(1, max_message_bytes="4000")
+    async with running_worker(service.settings()):
+        await service.publish([{"id": "huge", "prompt": "x", "max_tokens": 3000, "logprobs": 5}, BYSTANDER])
+        results = await service.wait_for_results(["huge", "bystander"])
+        stream = await service.read("huge")
+    assert (results["huge"].status, results["bystander"].status) == ("failed", "completed")
+    assert results["huge"].error is not None
+    assert results["huge"].error.code == "record_too_large"
+    assert stream.verdict.status == "failed"
+
+
+async def test_a_job_that_takes_its_workers_down_is_not_passed_on_for_ever(
+    kafka: KafkaBroker, redis_server: RedisServer
+) -> None:
+    service = await new_service(kafka, redis_server, partitions=1)
+    value, stamp = orjson.dumps({"id": "poison", "prompt": "x", "max_tokens": 5}), int(time.time() * 1000)
+    origin = f"{service.environ['TAILRACE_JOBS_TOPIC']}/0/0@{stamp}"
+    async with running_publisher(redis_server.url) as publisher:
+        for _ in range(3):  # Each attempt began and was never heard of again.
+            await publisher.open(
+                "poison", origin=origin, digest=digest_of_value(value), num_choices=1, stream=True
+            )
+    async with running_worker(service.settings(max_attempts="3")):
+        await service.publish_raw([(b"poison", value)], timestamp_ms=stamp)
+        await service.publish([BYSTANDER])
+        results = await service.wait_for_results(["poison", "bystander"])
+    poison = results["poison"]
+    assert (poison.status, results["bystander"].status) == ("failed", "completed")
+    assert poison.error is not None
+    assert (poison.error.code, poison.error.value, poison.error.limit) == ("too_many_attempts", 4, 3)
+
+
+async def test_keys_of_somebody_else_under_a_jobs_id_fail_that_job_and_no_other(
+    kafka: KafkaBroker, redis_server: RedisServer
+) -> None:
+    service = await new_service(kafka, redis_server, partitions=1)
+    with redis_server.client() as client:
+        client.set("tailrace:{squatted}:meta", "not a hash")
+    async with running_worker(service.settings()):
+        await service.publish([{"id": "squatted", "prompt": "x"}, BYSTANDER])
+        refusal_id = f"unparsed:{service.environ['TAILRACE_JOBS_TOPIC']}:0:0"
+        results = await service.wait_for_results([refusal_id, "bystander"])
+    assert results["bystander"].status == "completed"
+    assert results[refusal_id].error is not None
+    assert results[refusal_id].error.code == "stream_conflict"
+
+
+async def test_a_bug_of_ours_ends_the_one_job_it_shows_up_in(
+    kafka: KafkaBroker, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = decode.orjson.loads
+
+    def sometimes_broken(data: bytes) -> Any:
+        if b"unlucky" in data:
+            raise ZeroDivisionError("nobody expected this")
+        return load(data)
+
+    service = await new_service(kafka, redis_server, partitions=1)
+    async with running_worker(service.settings()):
+        with monkeypatch.context() as patch:
+            patch.setattr("service.wire.decode.orjson.loads", sometimes_broken)
+            await service.publish([{"id": "unlucky", "prompt": "x"}, BYSTANDER])
+            refusal_id = f"unparsed:{service.environ['TAILRACE_JOBS_TOPIC']}:0:0"
+            results = await service.wait_for_results([refusal_id, "bystander"])
+    assert results["bystander"].status == "completed"
+    assert results[refusal_id].status == "rejected"
+    assert results[refusal_id].error is not None
+    assert results[refusal_id].error.code == "internal_error"
