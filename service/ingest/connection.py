@@ -16,6 +16,7 @@ from aiokafka.errors import KafkaError
 from service.ingest.config import KafkaConfig
 from service.ingest.delivery import TopicPartition
 from service.ingest.metadata import Ranges, decode_completed
+from service.ingest.patience import hold_empty_fetches
 
 log = structlog.get_logger()
 
@@ -50,7 +51,7 @@ def make_consumer(
         **config.client_options(),
     )
     consumer.subscribe([config.jobs_topic], listener=listener)
-    return consumer
+    return hold_empty_fetches(consumer)
 
 
 def generation_of(consumer: AIOKafkaConsumer) -> int:
