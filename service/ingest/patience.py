@@ -9,7 +9,7 @@ from typing import Any
 from aiokafka import AIOKafkaConsumer
 from aiokafka.protocol.fetch import FetchRequest
 
-PAUSE_S = 0.02
+PAUSE_S = 0.05
 """What a new record waits for at most, where the broker does not hold fetches."""
 HELD_S = 0.1
 """An empty answer that took this long was held."""
