@@ -1,5 +1,7 @@
 """Every op against its plain-torch reference: interpreted here, and on a device where there is one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -64,3 +66,9 @@ def test_control_a_decode_split_that_is_not_reduced_is_caught(monkeypatch: pytes
     monkeypatch.setattr(gpu_decode._reduce_kernel, "launch", first_split_only)
     with pytest.raises(AssertionError, match="attention"):
         check_attention(torch.device("cpu"), ATTENTION_CASES[0])
+
+
+def test_more_splits_than_one_round_of_the_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen splits are 4 K of context, too long to interpret: rounds of two stand for them."""
+    monkeypatch.setattr(gpu_decode, "SPLITS_BLOCK", 2)
+    check_attention(torch.device("cpu"), replace(ATTENTION_CASES[0], rows=((1, 900), (1, 300))))

@@ -84,3 +84,36 @@ def test_a_bit_mask_leaves_only_what_a_grammar_allows() -> None:
     assert found.token_ids[:2].tolist() == [63, 69]
     assert found.statuses.tolist()[:2] == [STATUS_OK, STATUS_OK]
     assert found.statuses[2] != STATUS_OK, "nothing is allowed"
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_p": 0.6}, {"top_k": 4}, {"min_p": 0.3}, {"top_k": 5, "top_p": 0.7}]
+)
+def test_filters_keep_exactly_what_the_host_keeps(filters: dict[str, float]) -> None:
+    """Few tokens and many seeds: a nucleus that is one token off shows."""
+    logits = torch.tensor([0.1, 1.0, -0.5, 0.7, 0.7, -1.0, 0.9, 0.0]).repeat(24, 1)
+    rows = [row(seed, SamplingParams(seed=seed, **filters)) for seed in range(24)]
+    ours, theirs = GpuSampler(8, 24, CPU).sample(logits, rows), Sampler(8).sample(logits, rows)
+    assert ours == theirs
+    assert len({result.token_id for result in ours}) > 1
+
+
+def test_equal_weights_at_top_ks_edge_count_as_mass_only_up_to_k() -> None:
+    """One token of weight 1 and many of 0.5: of the three that top-k counts, half of the mass is the first one's."""
+    logits = torch.full((6, VOCAB), math.log(0.5))
+    logits[:, 9] = 0.0
+    rows = [row(seed, SamplingParams(seed=seed, top_k=3, top_p=0.49)) for seed in range(6)]
+    results = GpuSampler(VOCAB, 8, CPU).sample(logits, rows)
+    assert results == Sampler(VOCAB).sample(logits, rows)
+    assert {result.token_id for result in results} == {9}
+
+
+def test_repetition_penalty_covers_the_prompt_and_the_others_do_not() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 7], logits[:, 8] = 1.5, 1.0
+    history = ((7,), ())
+    rows = [
+        row(0, SamplingParams(seed=0, temperature=0.0, repetition_penalty=2.0), history),
+        row(1, SamplingParams(seed=0, temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0), history),
+    ]
+    assert [result.token_id for result in GpuSampler(VOCAB, 2, CPU).sample(logits, rows)] == [8, 7]

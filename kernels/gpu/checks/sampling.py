@@ -1,0 +1,81 @@
+"""Sampling on the device against the host's sampler: the same token for the same logits, seed and position."""
+
+import math
+from functools import partial
+
+import torch
+
+from kernels.gpu.checks.case import Check, generator, poisoned_outputs
+from kernels.gpu.sampler import GpuSampler
+from kernels.sampling import Sampler
+from scheduler.plan import RowResult, SamplingParams, ScheduledRow
+
+_SEED = 1 << 63
+"""Seeds are unsigned: this one has the bit that a signed integer takes for the sign."""
+
+
+def make_params(vocab_size: int) -> list[SamplingParams]:
+    """One row for each rule and for their combinations."""
+    seed = _SEED
+    biased = ((0, 5.0), (vocab_size - 1, 4.0), (vocab_size // 2, -100.0))
+    return [
+        SamplingParams(seed, temperature=0.0),
+        SamplingParams(seed + 1, temperature=0.0, logit_bias=biased, num_logprobs=2),
+        SamplingParams(seed + 2),
+        SamplingParams(seed + 3, temperature=0.7, top_k=1),
+        SamplingParams(seed + 4, temperature=1.5, top_k=40, num_logprobs=0),
+        SamplingParams(seed + 5, top_p=0.9),
+        SamplingParams(seed + 6, top_p=0.0, num_logprobs=20),
+        SamplingParams(seed + 7, top_k=30, top_p=0.6, min_p=0.02),
+        SamplingParams(seed + 8, min_p=0.1, top_k=vocab_size),
+        SamplingParams(seed + 9, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4),
+        SamplingParams(seed + 10, temperature=0.0, repetition_penalty=2.0, top_p=0.5),
+        SamplingParams(seed + 11, banned_token_ids=tuple(range(10)), min_tokens=100, logit_bias=((3, 9.0),)),
+        SamplingParams(seed + 12, banned_token_ids=tuple(range(vocab_size)), min_tokens=100),
+        SamplingParams(seed + 13, temperature=0.5),
+    ]
+
+
+def check_sampling(device: torch.device, vocab_size: int, step: float, num_steps: int) -> None:
+    """Logits rounded to multiples of `step` (0: not at all) bring ties; one row is NaN and must fail alone."""
+    random = generator(vocab_size)
+    ours, theirs = GpuSampler(vocab_size, 16, device), Sampler(vocab_size)
+    params = make_params(vocab_size)
+    for position in range(num_steps):
+        logits = 3 * torch.randn(len(params), vocab_size, generator=random)
+        if step:
+            logits = (logits / step).round() * step
+        logits[-1, vocab_size // 3] = math.nan
+        history = ((1, 2, 3), (4, 4, 5)) if position == 0 else None
+        rows = [
+            ScheduledRow(
+                f"r{seat}", seat, (1,), 50 + position, (0,), row, 3, history if row.needs_history else None
+            )
+            for seat, row in enumerate(params)
+        ]
+        expected = theirs.sample(logits, rows)
+        with poisoned_outputs():
+            actual = ours.sample(logits.to(device), rows)
+        for ours_row, theirs_row in zip(actual, expected, strict=True):
+            _assert_same(ours_row, theirs_row)
+
+
+def _assert_same(actual: RowResult, expected: RowResult) -> None:
+    assert (actual.token_id, actual.error) == (expected.token_id, expected.error), (actual, expected)
+    if expected.logprobs is None:
+        assert actual.logprobs is None
+        return
+    assert actual.logprobs is not None
+    assert [token_id for token_id, _ in actual.logprobs.top] == [i for i, _ in expected.logprobs.top]
+    ours = [actual.logprobs.logprob, *(value for _, value in actual.logprobs.top)]
+    theirs = [expected.logprobs.logprob, *(value for _, value in expected.logprobs.top)]
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-4, rtol=1e-4)
+
+
+CASES = (
+    Check("sampling-v300", ("sampling",), partial(check_sampling, vocab_size=300, step=0.0, num_steps=3)),
+    Check(
+        "sampling-v300-ties", ("sampling",), partial(check_sampling, vocab_size=300, step=0.5, num_steps=3)
+    ),
+    Check("sampling-v5000", ("sampling",), partial(check_sampling, vocab_size=5000, step=0.0, num_steps=1)),
+)

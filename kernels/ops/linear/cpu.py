@@ -1,0 +1,154 @@
+"""Matrix products over packed weights, tile by tile, with what follows them done while the tile is in cache."""
+
+import torch
+
+from kernels.ops.cpu.intrinsics import f32, i64, u16
+from kernels.ops.cpu.jit import device, unit
+from kernels.ops.cpu.tasks import done, draw, lone_phase, wait
+from kernels.ops.cpu.tile import HEIGHTS, bf16_tile_32, int8_tile_32, next_height
+from kernels.ops.cpu.vector_math import silu, to_bf16
+from kernels.ops.linear.packing import PackedLinear
+from kernels.ops.rms_norm.cpu import quantize
+
+_PANELS, _BIAS, _SCALES, _OFFSETS, NUM_INPUTS, _NUM_OUTPUTS, _NUM_PANELS, NUM_GROUPS = range(8)
+LINEAR_BYTES = 64
+"""A PackedLinear as the kernels see it: eight int64, of which the first four are addresses, 0 where absent."""
+
+STORE, ADD, SILU_MUL = 0, 1, 2
+"""out = y; out += y; out = bfloat16(silu(gate) · up) of interleaved columns."""
+
+_MAX_ROWS_PER_TILE = 96
+_TILE_ROW_BYTES = 128
+TILE_BYTES = HEIGHTS[-1] * _TILE_ROW_BYTES
+"""Scratch of a thread."""
+
+
+def describe(linear: PackedLinear) -> tuple[int, ...]:
+    """The eight numbers of `linear`, which must outlive their use."""
+    tensors = (linear.panels, linear.bias, linear.scales, linear.offsets)
+    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    return (*addresses, linear.num_inputs, linear.num_outputs, linear.panels.shape[0], linear.num_groups)
+
+
+@device
+def _product(linear: int, panel: int, rows: int, a: int, lda: int, a_scales: int, tile: int) -> None:
+    """tile[rows, 32] float32 = one panel's outputs, scales and bias applied."""
+    field = i64(linear)
+    k, panels = field[NUM_INPUTS], field[_PANELS]
+    if field[_SCALES] == 0:
+        bf16_tile_32(rows, a, lda, panels + panel * k * 64, 128, k // 2, tile, 128, 0, 0)
+    else:
+        groups = field[NUM_GROUPS]
+        size = k // groups
+        for group in range(groups):
+            part = panel * groups + group
+            int8_tile_32(
+                rows,
+                a + group * size,
+                lda,
+                panels + part * size * 32,
+                size // 4,
+                field[_OFFSETS] + part * 128,
+                a_scales + group * 4,
+                groups * 4,
+                field[_SCALES] + panel * 128,
+                tile,
+                128,
+                group,
+            )
+    if field[_BIAS] != 0:
+        bias = f32(field[_BIAS] + panel * 128)
+        for row in range(rows):
+            y = f32(tile + row * _TILE_ROW_BYTES)
+            for column in range(32):
+                y[column] += bias[column]
+
+
+@device
+def _finish(mode: int, tile: int, rows: int, panel: int, num_outputs: int, out: int, ldo: int) -> None:
+    if mode == SILU_MUL:
+        width = min(16, num_outputs // 2 - panel * 16)
+        for row in range(rows):
+            gate, up = f32(tile + row * _TILE_ROW_BYTES), f32(tile + row * _TILE_ROW_BYTES + 64)
+            half = u16(out + row * ldo + panel * 32)
+            for column in range(width):
+                half[column] = to_bf16(silu(gate[column]) * up[column])
+        return
+    width = min(32, num_outputs - panel * 32)
+    for row in range(rows):
+        y, target = f32(tile + row * _TILE_ROW_BYTES), f32(out + row * ldo + panel * 128)
+        if mode == ADD:
+            for column in range(width):
+                target[column] += y[column]
+        else:
+            for column in range(width):
+                target[column] = y[column]
+
+
+@unit
+def linear_phase(
+    linear: int,
+    mode: int,
+    rows: int,
+    a: int,
+    lda: int,
+    a_scales: int,
+    out: int,
+    ldo: int,
+    scratch: int,
+    phase: int,
+) -> None:
+    """One shared phase: out[rows, …] from a[rows, num_inputs] (bfloat16, or uint8 with its scales)."""
+    field = i64(linear)
+    num_outputs = field[_NUM_OUTPUTS]
+    chunks = (rows + _MAX_ROWS_PER_TILE - 1) // _MAX_ROWS_PER_TILE
+    num_tiles = field[_NUM_PANELS] * chunks
+    scale_stride = field[NUM_GROUPS] * 4
+    number = draw(phase)
+    while number < num_tiles:
+        panel = number // chunks
+        row = (number - panel * chunks) * _MAX_ROWS_PER_TILE
+        end = min(row + _MAX_ROWS_PER_TILE, rows)
+        while row < end:
+            height = next_height(end - row)
+            _product(linear, panel, height, a + row * lda, lda, a_scales + row * scale_stride, scratch)
+            _finish(mode, scratch, height, panel, num_outputs, out + row * ldo, ldo)
+            row += height
+        done(phase, num_tiles)
+        number = draw(phase)
+    wait(phase, num_tiles)
+
+
+def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """x [num_tokens, num_inputs] times the packed weight: [num_tokens, num_outputs] float32, on the caller's thread."""
+    out = torch.empty(x.shape[0], packed.num_outputs, dtype=torch.float32)
+    a, scales = (x.bfloat16().contiguous(), None) if packed.scales is None else quantize(x, packed.num_groups)
+    _run(packed, STORE, a, scales, out, packed.num_outputs * 4)
+    return out
+
+
+def gate_up_silu_mul(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """silu(gate) · up of a weight from `pack_gate_up`: [num_tokens, num_outputs / 2] bfloat16."""
+    out = torch.empty(x.shape[0], packed.num_outputs // 2, dtype=torch.bfloat16)
+    a, scales = (x.bfloat16().contiguous(), None) if packed.scales is None else quantize(x, packed.num_groups)
+    _run(packed, SILU_MUL, a, scales, out, packed.num_outputs)
+    return out
+
+
+def _run(
+    packed: PackedLinear, mode: int, a: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor, ldo: int
+) -> None:
+    description = torch.tensor(describe(packed), dtype=torch.int64)
+    scratch, phase = torch.empty(TILE_BYTES, dtype=torch.uint8), lone_phase()
+    linear_phase(
+        description.data_ptr(),
+        mode,
+        a.shape[0],
+        a.data_ptr(),
+        a.stride(0) * a.itemsize,
+        0 if scales is None else scales.data_ptr(),
+        out.data_ptr(),
+        ldo,
+        scratch.data_ptr(),
+        phase.data_ptr(),
+    )

@@ -1,0 +1,157 @@
+"""RMS norm of float32 rows into the left-hand matrix of the product that follows: bfloat16, or uint8 with scales."""
+
+import numpy as np
+import torch
+
+from kernels.ops.cpu.intrinsics import bits_of, f32, float_of, i64, u8, u16
+from kernels.ops.cpu.jit import Float, device, unit
+from kernels.ops.cpu.tasks import done, draw, lone_phase, wait
+from kernels.ops.cpu.vector_math import from_bf16, to_bf16
+
+_ROWS_PER_TILE = 4
+_LEVELS = np.float32(127.0)
+
+
+@device
+def inverse_rms(x: int, size: int, eps: Float) -> Float:
+    """1 / √(mean square + eps) of float32 x[size]."""
+    value = f32(x)
+    total = np.float32(0)
+    for i in range(size):
+        total += value[i] * value[i]
+    return np.float32(1) / np.sqrt(total / np.float32(size) + np.float32(eps))
+
+
+@device
+def quantize_group(x: int, size: int, out: int) -> Float:
+    """uint8 out = round(x / scale) + 128 for float32 x[size]; gives the scale, NaN if any value is not finite."""
+    value, code = f32(x), u8(out)
+    # As integers the bits of |x| are in order, NaN above infinity: one maximum finds both the scale and bad values.
+    largest = np.uint32(0)
+    for i in range(size):
+        largest = max(largest, bits_of(value[i]) & np.uint32(0x7FFFFFFF))
+    scale = float_of(largest) / _LEVELS
+    inverse = np.float32(1) / max(scale, np.float32(1e-30))
+    for i in range(size):
+        code[i] = np.uint8(np.int32(value[i] * inverse + np.float32(128.5)))
+    return scale if largest < np.uint32(0x7F800000) else np.float32(np.nan)
+
+
+@device
+def _row(x: int, size: int, weight: int, eps: Float, groups: int, out: int, scales: int, wide: int) -> None:
+    value, gain = f32(x), f32(weight)
+    factor = inverse_rms(x, size, eps)
+    if groups == 0:
+        half = u16(out)
+        for i in range(size):
+            half[i] = to_bf16(value[i] * factor * gain[i])
+        return
+    normed, scale = f32(wide), f32(scales)
+    for i in range(size):
+        normed[i] = value[i] * factor * gain[i]
+    run = size // groups
+    for group in range(groups):
+        scale[group] = quantize_group(wide + group * run * 4, run, out + group * run)
+
+
+@unit
+def rms_norm_phase(
+    rows: int,
+    index: int,
+    x: int,
+    size: int,
+    weight: int,
+    eps_bits: int,
+    groups: int,
+    out: int,
+    ldo: int,
+    scales: int,
+    scratch: int,
+    phase: int,
+) -> None:
+    """One shared phase: out[rows] = norm(x[index[rows]]); index 0 means all rows in order, groups 0 bfloat16."""
+    eps = float_of(np.uint32(eps_bits))
+    num_tiles = (rows + _ROWS_PER_TILE - 1) // _ROWS_PER_TILE
+    number = draw(phase)
+    while number < num_tiles:
+        for row in range(number * _ROWS_PER_TILE, min((number + 1) * _ROWS_PER_TILE, rows)):
+            source = row if index == 0 else i64(index)[row]
+            _row(
+                x + source * size * 4,
+                size,
+                weight,
+                eps,
+                groups,
+                out + row * ldo,
+                scales + row * groups * 4,
+                scratch,
+            )
+        done(phase, num_tiles)
+        number = draw(phase)
+    wait(phase, num_tiles)
+
+
+@unit
+def quantize_phase(
+    rows: int, x: int, size: int, groups: int, out: int, ldo: int, scales: int, scratch: int, phase: int
+) -> None:
+    """One shared phase: bfloat16 x[rows, size] to uint8 with a scale per row and group."""
+    num_tiles = (rows + _ROWS_PER_TILE - 1) // _ROWS_PER_TILE
+    run = size // groups
+    number = draw(phase)
+    while number < num_tiles:
+        for row in range(number * _ROWS_PER_TILE, min((number + 1) * _ROWS_PER_TILE, rows)):
+            half, wide = u16(x + row * size * 2), f32(scratch)
+            for i in range(size):
+                wide[i] = from_bf16(half[i])
+            scale = f32(scales + row * groups * 4)
+            for group in range(groups):
+                scale[group] = quantize_group(scratch + group * run * 4, run, out + row * ldo + group * run)
+        done(phase, num_tiles)
+        number = draw(phase)
+    wait(phase, num_tiles)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, index: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Norm of float32 x[index] [num_tokens, hidden] (all of x without an index) in bfloat16, on the caller's thread."""
+    rows = x.shape[0] if index is None else index.shape[0]
+    out = torch.empty(rows, x.shape[1], dtype=torch.bfloat16)
+    scratch, phase = torch.empty(x.shape[1], dtype=torch.float32), lone_phase()
+    rms_norm_phase(
+        rows,
+        0 if index is None else index.data_ptr(),
+        x.data_ptr(),
+        x.shape[1],
+        weight.data_ptr(),
+        int(np.float32(eps).view(np.uint32)),
+        0,
+        out.data_ptr(),
+        out.stride(0) * 2,
+        0,
+        scratch.data_ptr(),
+        phase.data_ptr(),
+    )
+    return out
+
+
+def quantize(x: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 (value / scale + 128) of x [num_tokens, size], scales [num_tokens, num_groups]; caller's thread."""
+    half = x.bfloat16().contiguous()
+    rows, size = half.shape
+    codes = torch.empty(rows, size, dtype=torch.uint8)
+    scales = torch.empty(rows, num_groups, dtype=torch.float32)
+    scratch, phase = torch.empty(size, dtype=torch.float32), lone_phase()
+    quantize_phase(
+        rows,
+        half.data_ptr(),
+        size,
+        num_groups,
+        codes.data_ptr(),
+        size,
+        scales.data_ptr(),
+        scratch.data_ptr(),
+        phase.data_ptr(),
+    )
+    return codes, scales

@@ -1,0 +1,73 @@
+"""RMS norm on the GPU, with the residual addition before it: one program per row, fp32 inside."""
+
+# ruff: noqa: N803  compile-time parameters are upper case, as everywhere in Triton
+
+import torch
+import triton.language as tl
+
+from kernels.gpu.jit import kernel
+from kernels.gpu.tuning import launch_config, next_power_of_two
+
+
+@kernel()
+def _rms_norm_kernel(
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    weight_offset: tl.tensor,
+    x_stride: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        value += tl.load(residual + row * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
+        rounded = value.to(residual.dtype.element_ty)
+        tl.store(residual + row * SIZE + columns, rounded, mask=mask)
+        # The next layer adds to what was stored, so the norm is taken of exactly that.
+        value = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / SIZE + eps)
+    gain = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32) + weight_offset
+    tl.store(out + row * SIZE + columns, (value * scale * gain).to(out.dtype.element_ty), mask=mask)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+) -> torch.Tensor:
+    """Normalize rows of `x` [num_tokens, size]; with `residual` (same shape) it becomes x + residual first, in place.
+
+    `weight_offset` is 1 for models that store their gain minus one. Rows of `x` may be strided.
+    """
+    num_tokens, size = x.shape
+    assert x.stride(1) == 1
+    assert weight.shape == (size,)
+    assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    block = next_power_of_two(size)
+    bucket = "n1024" if block <= 1024 else "n4096" if block <= 4096 else "n16384"
+    config = launch_config("rms_norm", bucket, x.device)
+    arguments = {
+        "x": x,
+        "residual": x if residual is None else residual,
+        "weight": weight,
+        "out": out,
+        "eps": eps,
+        "weight_offset": weight_offset,
+        "x_stride": x.stride(0),
+        "SIZE": size,
+        "BLOCK": block,
+        "HAS_RESIDUAL": residual is not None,
+    }
+    _rms_norm_kernel.launch((num_tokens,), arguments, num_warps=config.num_warps)
+    return out
