@@ -1,0 +1,78 @@
+"""How other commands of the same user find a running embedded pair: one small file per pair."""
+
+import json
+import os
+import stat
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+MAX_ENTRIES = 64
+"""Files looked at; stale ones are removed on the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    kafka_bootstrap: str
+    redis_url: str
+    supervisor_pid: int
+    started_ticks: int
+    """When that process started, in clock ticks since boot: a pid alone may be somebody else's by now."""
+
+
+def runtime_folder() -> Path:
+    """Per-user and not readable by others; XDG_RUNTIME_DIR where there is one."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(base) / "tailrace" if base else Path(tempfile.gettempdir()) / f"tailrace-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(f"{folder} must be a folder of user {os.getuid()} with mode 0700")
+    return folder
+
+
+def announce(endpoints: Endpoints) -> Path:
+    path = runtime_folder() / f"embedded-{endpoints.supervisor_pid}.json"
+    scratch = path.with_suffix(".new")
+    scratch.write_text(json.dumps(asdict(endpoints)))
+    scratch.replace(path)
+    return path
+
+
+def find_running() -> Endpoints | None:
+    """The youngest pair that is still alive, or None."""
+    try:
+        files = sorted(runtime_folder().glob("embedded-*.json"))[:MAX_ENTRIES]
+    except OSError:
+        return None
+    running = []
+    for path in files:
+        try:
+            endpoints = Endpoints(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            continue
+        if start_ticks(endpoints.supervisor_pid) == endpoints.started_ticks:
+            running.append(endpoints)
+        else:
+            path.unlink(missing_ok=True)
+    return max(running, key=lambda endpoints: endpoints.started_ticks, default=None)
+
+
+def start_ticks(pid: int) -> int | None:
+    """None when no such process runs (a zombie does not run)."""
+    try:
+        # The command name, in parentheses, may itself hold spaces and parentheses.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return None if Path("/proc/self/stat").exists() else _alive_without_proc(pid)
+    except (OSError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _alive_without_proc(pid: int) -> int | None:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return None
+    return 0
