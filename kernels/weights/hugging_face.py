@@ -6,9 +6,15 @@ from typing import Any
 
 from kernels.config import ModelConfig, RopeScaling
 from kernels.errors import ModelFileError
+from kernels.weights import gemma3_config
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3")
 _MAX_CONFIG_BYTES = 1 << 20
+
+
+def is_native(folder: Path) -> bool:
+    """Whether the model type is one that runs without transformers; ModelFileError when config.json is unreadable."""
+    return _read_json(folder / "config.json").get("model_type") in SUPPORTED_MODEL_TYPES
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -21,12 +27,15 @@ def read_config(folder: Path) -> ModelConfig:
             f"{path}: model_type {model_type!r} is not supported; "
             f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
         )
+    _refuse_quantized(path, raw)
+    is_gemma3 = model_type in ("gemma3_text", "gemma3")
+    if is_gemma3:
+        raw = gemma3_config.with_defaults(path, raw)
     _refuse_unsupported(path, raw)
     hidden_size, num_heads = _integer(path, raw, "hidden_size"), _integer(path, raw, "num_attention_heads")
     rope_theta, rope_scaling = _rope(path, raw)
-    eos_token_ids = _eos_token_ids(folder, raw)
     config = ModelConfig(
-        model_type=model_type,
+        model_type="gemma3" if is_gemma3 else model_type,
         num_layers=_integer(path, raw, "num_hidden_layers"),
         hidden_size=hidden_size,
         intermediate_size=_integer(path, raw, "intermediate_size"),
@@ -42,9 +51,10 @@ def read_config(folder: Path) -> ModelConfig:
         rope_scaling=rope_scaling,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=model_type == "qwen2",
-        qk_norm=model_type == "qwen3",
-        sliding_window=_sliding_window(path, raw),
-        eos_token_ids=eos_token_ids,
+        qk_norm=model_type == "qwen3" or is_gemma3,
+        sliding_window=None if is_gemma3 else _sliding_window(path, raw),
+        gemma3=gemma3_config.read_shape(path, raw) if is_gemma3 else None,
+        eos_token_ids=read_eos_token_ids(folder),
         bos_token_id=raw.get("bos_token_id"),
     )
     check_heads(path, config)
@@ -74,6 +84,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
+def _refuse_quantized(path: Path, raw: dict[str, Any]) -> None:
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise ModelFileError(
+            f"{path}: quantization_config ({method}) is not supported; "
+            "give an unquantized checkpoint or a GGUF file"
+        )
+
+
 def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
     """Fields that change the arithmetic in ways that are not implemented."""
     act = raw.get("hidden_act", "silu")
@@ -82,12 +101,6 @@ def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
     for name in ("attention_bias", "mlp_bias"):
         if raw.get(name):
             raise ModelFileError(f"{path}: {name} true is not supported for {raw['model_type']}")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ModelFileError(
-            f"{path}: quantization_config ({method}) is not supported; "
-            "give an unquantized checkpoint or a GGUF file"
-        )
     partial = raw.get(
         "partial_rotary_factor", (raw.get("rope_parameters") or {}).get("partial_rotary_factor")
     )
@@ -142,9 +155,9 @@ def _sliding_window(path: Path, raw: dict[str, Any]) -> int | None:
     return _integer(path, raw, "sliding_window")
 
 
-def _eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
     """Ids of generation_config.json first, then those that only config.json names."""
-    sources = [raw]
+    sources = [_read_json(folder / "config.json")]
     if (folder / "generation_config.json").is_file():
         sources.insert(0, _read_json(folder / "generation_config.json"))
     ids: list[int] = []

@@ -33,6 +33,9 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     kv_size = config.num_kv_heads * config.head_dim
     yield "input_layernorm.weight", (hidden,)
     yield "post_attention_layernorm.weight", (hidden,)
+    if config.gemma3 is not None:
+        yield "pre_feedforward_layernorm.weight", (hidden,)
+        yield "post_feedforward_layernorm.weight", (hidden,)
     for name, size in (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)):
         yield f"self_attn.{name}.weight", (size, hidden)
         if config.qkv_bias:

@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizers built straight from GGUF metadata, without transformers' seconds."""
+"""Tokenizers built straight from GGUF metadata, without transformers' seconds to a minute."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +8,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 
 from service.errors import SettingsError
+from service.text.gguf_sentencepiece import sentencepiece_tokenizer
 
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
@@ -50,39 +51,59 @@ _NORMALIZED_NFC: Final = frozenset({"qwen2", "deepseek-r1-qwen"})
 
 def can_build(metadata: dict[str, Any]) -> bool:
     """Whether this file's way of splitting text is one that we know exactly."""
-    is_bpe = metadata.get("tokenizer.ggml.model") == "gpt2"
-    return is_bpe and metadata.get("tokenizer.ggml.pre") in _PRE_TOKENIZERS
+    if metadata.get("tokenizer.ggml.model") == "gpt2":
+        return metadata.get("tokenizer.ggml.pre") in _PRE_TOKENIZERS
+    # With a space in front, where it goes beside special tokens depends on the model.
+    return _is_sentencepiece(metadata) and metadata.get("tokenizer.ggml.add_space_prefix") is False
+
+
+def _is_sentencepiece(metadata: dict[str, Any]) -> bool:
+    return metadata.get("tokenizer.ggml.model") == "llama"
 
 
 def build_tokenizer(metadata: dict[str, Any], path: Path) -> Tokenizer:
     """The tokenizer that the metadata describes; `can_build` holds."""
     try:
         names: list[str] = metadata["tokenizer.ggml.tokens"]
-        merges = [tuple(pair.split(" ", 1)) for pair in metadata["tokenizer.ggml.merges"]]
+        if _is_sentencepiece(metadata):
+            scores, types = metadata["tokenizer.ggml.scores"], metadata["tokenizer.ggml.token_type"]
+            unknown = special_names(metadata).get("unk_token")
+            tokenizer = sentencepiece_tokenizer(names, scores, types, unknown)
+        else:
+            pairs = (pair.partition(" ") for pair in metadata["tokenizer.ggml.merges"])
+            merges = [(left, right) for left, _, right in pairs]
+            tokenizer = _byte_level(names, merges, metadata["tokenizer.ggml.pre"])
     except KeyError as missing:
         raise SettingsError(f"model: {path.name} lacks the metadata {missing}") from None
-    types: list[int] = metadata.get("tokenizer.ggml.token_type", [])
-    pre = metadata["tokenizer.ggml.pre"]
+    added = [
+        AddedToken(name, normalized=False, special=kind == _CONTROL)
+        for name, kind in zip(names, metadata.get("tokenizer.ggml.token_type", []), strict=False)
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+    # One list in the order of ids; whether a token is special stands in each.
+    tokenizer.add_tokens(added)
+    _add_opening_token(tokenizer, metadata, names)
+    return tokenizer
+
+
+def _byte_level(names: list[str], merges: list[tuple[str, str]], pre: str) -> Tokenizer:
     vocab = {name: token_id for token_id, name in enumerate(names)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
     if pre in _NORMALIZED_NFC:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
     tokenizer.decoder = ByteLevelDecoder()
-    added = [
-        AddedToken(name, normalized=False, special=kind == _CONTROL)
-        for name, kind in zip(names, types, strict=False)
-        if kind in (_CONTROL, _USER_DEFINED)
-    ]
-    # One list in the order of ids; whether a token is special stands in each.
-    tokenizer.add_tokens(added)
+    return tokenizer
+
+
+def _add_opening_token(tokenizer: Tokenizer, metadata: dict[str, Any], names: list[str]) -> None:
     bos_id = metadata.get("tokenizer.ggml.bos_token_id")
-    if metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") and bos_id is not None:
+    by_default = _is_sentencepiece(metadata) or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    if metadata.get("tokenizer.ggml.add_bos_token", by_default) and bos_id is not None:
         bos = names[bos_id]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, bos_id)]
         )
-    return tokenizer
 
 
 def special_names(metadata: dict[str, Any]) -> dict[str, str]:

@@ -9,6 +9,7 @@ import tokenizers
 from service.errors import JobError
 from service.text.chat_template import ChatMessages, ChatTemplate
 from service.text.detokenizer import Detokenizer
+from service.text.markers import Markers
 from service.text.vocabulary import Vocabulary
 
 # Tokens by which chat models end a turn or a document, whatever their configuration names as the end.
@@ -33,6 +34,7 @@ class Tokenizer(Protocol):
     def encode_prompt(self, text: str) -> list[int]: ...
     def encode_chat(self, messages: ChatMessages, *, timestamp_ms: int | None = None) -> list[int]: ...
     def token_text(self, token_id: int) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
     def detokenizer(
         self,
         prompt_token_ids: Sequence[int],
@@ -64,7 +66,7 @@ class ModelTokenizer:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._vocabulary = Vocabulary(tokenizer)
-        self._markers = tuple(name for name in self._vocabulary.markers if len(name) > 1)
+        self._markers = Markers(self._vocabulary.markers)
         known = {i for i, name in self._vocabulary.special.items() if name in _KNOWN_ENDS}
         self._eos_token_ids = end_token_ids | known
         self._unmarked_ends = end_token_ids - self._vocabulary.special.keys()
@@ -97,7 +99,7 @@ class ModelTokenizer:
                 value=f"{len(messages)} messages", limit="prompt or prompt_token_ids",
             )  # fmt: skip
         texts = [text for message in messages for part, text in message.items() if part != "role"]
-        if not any(name in text for text in texts for name in self._markers):
+        if not any(self._markers.any_in(text) for text in texts):
             return self._encode_rendered(self._chat_template.render(messages, timestamp_ms=timestamp_ms))
         harmless = [
             {part: text if part == "role" else self._broken_up(text) for part, text in message.items()}
@@ -110,6 +112,10 @@ class ModelTokenizer:
     def token_text(self, token_id: int) -> str:
         """One token by itself, to show it beside its log-probability."""
         return self._vocabulary.token_text(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text; nothing for a special one."""
+        return self._vocabulary.token_bytes(token_id)
 
     def detokenizer(
         self,
@@ -141,10 +147,7 @@ class ModelTokenizer:
         return ids
 
     def _broken_up(self, content: str) -> str:
-        content = content.replace(_BREAK, "")
-        for name in self._markers:
-            content = content.replace(name, name[0] + _BREAK + name[1:])
-        return content
+        return self._markers.broken_up(content.replace(_BREAK, ""), _BREAK)
 
 
 class ByteTokenizer:
@@ -169,7 +172,7 @@ class ByteTokenizer:
         return self.encode_prompt("".join(turns) + "assistant: ")
 
     def token_text(self, token_id: int) -> str:
-        return "<end>" if token_id == self.EOS else self._token_bytes(token_id).decode(errors="replace")
+        return "<end>" if token_id == self.EOS else self.token_bytes(token_id).decode(errors="replace")
 
     def detokenizer(
         self,
@@ -180,13 +183,12 @@ class ByteTokenizer:
         hidden_token_ids: AbstractSet[int] = frozenset(),
     ) -> Detokenizer:
         return Detokenizer(
-            self._token_bytes, stop=stop, min_tokens=min_tokens, hidden_token_ids=hidden_token_ids
+            self.token_bytes, stop=stop, min_tokens=min_tokens, hidden_token_ids=hidden_token_ids
         )
 
     def decode(self, token_ids: Sequence[int], prompt_token_ids: Sequence[int] = ()) -> str:
         whole = self.detokenizer(prompt_token_ids)
         return whole.feed(token_ids) + whole.finish()
 
-    @staticmethod
-    def _token_bytes(token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
         return bytes((token_id,)) if 0 <= token_id < 256 else b""

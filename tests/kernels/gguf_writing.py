@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 from gguf.quants import quantize
 from transformers import PreTrainedModel
 
@@ -24,6 +24,11 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+}
+_GEMMA3_NAMES = _NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
@@ -46,7 +51,10 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(_head_dim(config))
     writer.add_value_length(_head_dim(config))
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if arch == "gemma3":
+        _add_gemma3_keys(writer, config)
+    else:
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_eos_token_id(config.eos_token_id)
     writer.add_token_list([f"token {idx}" for idx in range(5000)])  # longer than what the reader keeps
@@ -56,8 +64,10 @@ def write_gguf(
             continue
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             values = _interleave(values, _head_dim(config))
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            values = values + 1
         kind = matrices if values.ndim == 2 else GGMLQuantizationType.F32
-        writer.add_tensor(_gguf_name(name), quantize(values, kind), raw_dtype=kind)
+        writer.add_tensor(_gguf_name(name, arch), quantize(values, kind), raw_dtype=kind)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -71,12 +81,26 @@ def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _gguf_name(name: str) -> str:
+def _add_gemma3_keys(writer: GGUFWriter, config: Any) -> None:
+    rope = config.rope_parameters["full_attention"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_uint32(
+        "gemma3.attention.sliding_window_pattern", config.layer_types.index("full_attention") + 1
+    )
+    writer.add_float32("gemma3.rope.freq_base_swa", config.rope_parameters["sliding_attention"]["rope_theta"])
+
+
+def _gguf_name(name: str, arch: str) -> str:
+    names = _GEMMA3_NAMES if arch == "gemma3" else _NAMES
     stem, kind = name.rsplit(".", 1)
-    if stem in _NAMES:
-        return f"{_NAMES[stem]}.{kind}"
+    if stem in names:
+        return f"{names[stem]}.{kind}"
     _, _, layer, inner = stem.split(".", 3)
-    return f"blk.{layer}.{_NAMES[inner]}.{kind}"
+    return f"blk.{layer}.{names[inner]}.{kind}"
 
 
 def _interleave(values: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[np.float32]:

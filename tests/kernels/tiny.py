@@ -55,7 +55,7 @@ def _gemma3(**changes: Any) -> PreTrainedModel:
     """Windows in four of six layers, an attention scale that is not the head size's."""
     return Gemma3ForCausalLM(
         Gemma3TextConfig(
-            **NARROW | {"num_hidden_layers": 6},
+            **SIZES | {"num_hidden_layers": 6, "hidden_size": 72},
             sliding_window=20,
             sliding_window_pattern=3,
             query_pre_attn_scalar=40,

@@ -1,5 +1,6 @@
 """Gemma's vocabulary: pieces with scores and byte fallback from GGUF, small ones and the real one."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def pieces_of(text: str) -> list[str]:
     """SentencePiece's rule, written plainly: join the best-scored pair of neighbours until none makes a piece."""
     symbols = list(text.replace(" ", "▁"))
     while True:
-        joined = [(PIECES.get(a + b, None), a + b) for a, b in zip(symbols, symbols[1:], strict=False)]
+        joined = [(PIECES.get(a + b), a + b) for a, b in itertools.pairwise(symbols)]
         scores = [score for score, _ in joined if score is not None]
         if not scores:
             return symbols

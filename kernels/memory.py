@@ -1,0 +1,19 @@
+"""Large tensors on large pages, where the system offers them: fewer address translations, prefetching across 4 KiB."""
+
+import ctypes
+import mmap
+
+import torch
+
+_PAGE = 2 << 20
+
+
+def use_huge_pages(tensor: torch.Tensor) -> None:
+    """Ask for huge pages under memory that was not written yet; does nothing where there are none."""
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is None or tensor.device.type != "cpu":
+        return
+    first = -(-tensor.data_ptr() // _PAGE) * _PAGE
+    last = (tensor.data_ptr() + tensor.nbytes) // _PAGE * _PAGE
+    if last > first:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(advice))

@@ -1,0 +1,99 @@
+"""Gemma 3's fields of a config.json, as transformers 4 and 5 write them."""
+
+from pathlib import Path
+from typing import Any
+
+from kernels.config import Gemma3Shape
+from kernels.errors import ModelFileError
+
+_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+"""transformers' own: it writes out what differs from them, and published configs leave many away."""
+
+_PATTERN = 6
+_KINDS = ("sliding_attention", "full_attention")
+
+
+def with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """The text part with nothing left away, and with the rotary fields of its full-attention layers at the top."""
+    if raw["model_type"] == "gemma3":
+        raw = _text_part(path, raw)
+    full = _DEFAULTS | {name: value for name, value in raw.items() if value is not None}
+    if full["hidden_activation"] != "gelu_pytorch_tanh":
+        raise ModelFileError(
+            f"{path}: hidden_activation {full['hidden_activation']!r} is not supported for gemma3; "
+            "supported: gelu_pytorch_tanh"
+        )
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if full.get(name):
+            raise ModelFileError(f"{path}: {name} {full[name]!r} is not supported for gemma3")
+    parameters = full.get("rope_parameters") or {}
+    if not isinstance(parameters, dict):
+        raise ModelFileError(f"{path}: rope_parameters must be an object, not {type(parameters).__name__}")
+    local = parameters.get("sliding_attention") or {}
+    if local.get("rope_type", "default") != "default":
+        raise ModelFileError(
+            f"{path}: rope_type {local['rope_type']!r} is not supported for layers with a window; supported: default"
+        )
+    full["rope_local_base_freq"] = local.get("rope_theta", full["rope_local_base_freq"])
+    full["rope_parameters"] = parameters.get("full_attention")
+    return full
+
+
+def _text_part(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """Of a model that also reads pictures: its text runs the same without any."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise ModelFileError(f"{path}: text_config is {text!r:.100}; it must be an object")
+    outer = {name: raw[name] for name in ("bos_token_id", "tie_word_embeddings") if raw.get(name) is not None}
+    return {**text, **outer, "model_type": raw["model_type"]}
+
+
+def read_shape(path: Path, full: dict[str, Any]) -> Gemma3Shape:
+    """From what `with_defaults` gives."""
+    values = {
+        name: full[name] for name in ("sliding_window", "rope_local_base_freq", "query_pre_attn_scalar")
+    }
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ModelFileError(f"{path}: {name} is {value!r}; it must be a positive number")
+    window = int(values["sliding_window"])
+    return Gemma3Shape(
+        layer_windows=tuple(
+            window if kind == "sliding_attention" else None for kind in _layer_types(path, full)
+        ),
+        local_rope_theta=float(values["rope_local_base_freq"]),
+        attention_scale=float(values["query_pre_attn_scalar"]) ** -0.5,
+    )
+
+
+def _layer_types(path: Path, full: dict[str, Any]) -> list[str]:
+    num_layers = full["num_hidden_layers"]
+    kinds = full.get("layer_types")
+    if kinds is None:
+        period = full.get("sliding_window_pattern", full.get("_sliding_window_pattern", _PATTERN))
+        if isinstance(period, bool) or not isinstance(period, int) or period < 1:
+            raise ModelFileError(
+                f"{path}: sliding_window_pattern is {period!r}; it must be a positive integer"
+            )
+        return [_KINDS[(layer + 1) % period == 0] for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(_KINDS):
+        raise ModelFileError(
+            f"{path}: layer_types must name {num_layers} layers, each one of {', '.join(_KINDS)}; it is {kinds!r:.200}"
+        )
+    return kinds

@@ -1,0 +1,74 @@
+"""Grammars in the device's sampler: the same masks, the same errors, the same tokens as in the host's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from llguidance import LLMatcher
+
+from kernels.gpu.sampler import GpuSampler
+from kernels.grammar import Grammars, TokenVocabulary
+from kernels.sampling import Sampler
+from scheduler.plan import SamplingParams, ScheduledRow
+
+CPU = torch.device("cpu")
+TOKENS = [b"", b"", *(bytes([byte]) for byte in range(0x20, 0x7F)), b"ab", b"yes"]
+VOCAB = len(TOKENS) + 4
+EOS = frozenset({0, 1})
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(TokenVocabulary(TOKENS, EOS), VOCAB)
+
+
+def row(seat: int, sampling: SamplingParams, generated: list[int]) -> ScheduledRow:
+    history = ((5,), tuple(generated)) if sampling.needs_history and not generated else None
+    last = generated[-1] if generated else 5
+    return ScheduledRow(
+        f"r{seat}", seat, (last,), 9 + len(generated), (0,), sampling, len(generated), history
+    )
+
+
+def test_constrained_rows_beside_plain_ones_equal_the_hosts(grammars: Grammars) -> None:
+    text = LLMatcher.grammar_from_regex("(yes|[a-c]{3})")
+    ours, theirs = GpuSampler(VOCAB, 8, CPU), Sampler(VOCAB)
+    ours.constrain_with(grammars)
+    theirs.constrain_with(grammars)
+    sampling = [
+        SamplingParams(seed=1, temperature=0.0, grammar=text),
+        SamplingParams(seed=2, temperature=0.0),
+        SamplingParams(seed=3, grammar=text, banned_token_ids=tuple(EOS), min_tokens=9),
+        SamplingParams(seed=4, grammar=LLMatcher.grammar_from_regex("([")),
+        SamplingParams(seed=5, grammar=text, frequency_penalty=0.5),
+    ]
+    generated: list[list[int]] = [[] for _ in sampling]
+    for step in range(4):
+        live = [
+            seat
+            for seat in range(len(sampling))
+            if not EOS & set(generated[seat]) and (seat != 3 or step == 0)
+        ]
+        logits = torch.randn(len(live), VOCAB, generator=torch.Generator().manual_seed(step)) * 3
+        rows = [row(seat, sampling[seat], generated[seat]) for seat in live]
+        results = ours.sample(logits, rows)
+        assert results == theirs.sample(logits, rows)
+        for seat, result in zip(live, results, strict=True):
+            assert (result.error is None) == (seat != 3), result
+            generated[seat] += [] if result.token_id is None else [result.token_id]
+    for seat in (0, 2, 4):
+        assert generated[seat][-1] in EOS
+        assert b"".join(TOKENS[token_id] for token_id in generated[seat]).isalpha()
+
+
+def test_a_masked_row_leaves_its_neighbours_as_they_are(grammars: Grammars) -> None:
+    plain = [row(seat, SamplingParams(seed=seat, top_k=5 * seat), []) for seat in range(4)]
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(7))
+    sampler = GpuSampler(VOCAB, 8, CPU)
+    sampler.constrain_with(grammars)
+    constrained = replace(row(6, SamplingParams(seed=6, grammar=LLMatcher.grammar_from_regex("b")), []))
+
+    results = sampler.sample(logits, [*plain, constrained])
+
+    assert results[:4] == GpuSampler(VOCAB, 8, CPU).sample(logits[:4].contiguous(), plain)
+    assert results[4].token_id == TOKENS.index(b"b")

@@ -1,0 +1,202 @@
+"""The compiled step against the portable decoder on the same random weights."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kernels.batch import ForwardBatch
+from kernels.config import ModelConfig
+from kernels.kv_pool import KVPool
+from kernels.models.decoder import DecoderModel
+from kernels.models.portable import PortableDecoder
+from kernels.ops.cpu.jit import cpu_kernels_supported
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 24
+
+Row = tuple[Sequence[int], int, int]
+"""Block table, tokens computed before, tokens now."""
+
+
+@pytest.fixture(autouse=True)
+def _needs_cpu_kernels() -> None:
+    if not cpu_kernels_supported():
+        pytest.skip("this processor has no AVX-512 bfloat16 and int8 dot products")
+
+
+def make_config(**changes: object) -> ModelConfig:
+    base = {
+        "model_type": "llama",
+        "num_layers": 2,
+        "hidden_size": 96,
+        "intermediate_size": 112,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 199,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+    }
+    return ModelConfig(**{**base, **changes})  # type: ignore[arg-type]
+
+
+def make_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).div(shape[-1] ** 0.5).bfloat16().float()
+
+    def gains(size: int) -> torch.Tensor:
+        return torch.rand(size, generator=generator) + 0.5
+
+    hidden, head_dim = config.hidden_size, config.head_dim
+    attention, kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    weights = {
+        "model.embed_tokens.weight": random(config.vocab_size, hidden) * 8,
+        "lm_head.weight": random(config.vocab_size, hidden),
+        "model.norm.weight": gains(hidden),
+    }
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}."
+        weights |= {
+            prefix + "input_layernorm.weight": gains(hidden),
+            prefix + "post_attention_layernorm.weight": gains(hidden),
+            prefix + "self_attn.q_norm.weight": gains(head_dim),
+            prefix + "self_attn.k_norm.weight": gains(head_dim),
+            prefix + "self_attn.o_proj.weight": random(hidden, attention),
+            prefix + "mlp.gate_proj.weight": random(config.intermediate_size, hidden),
+            prefix + "mlp.up_proj.weight": random(config.intermediate_size, hidden),
+            prefix + "mlp.down_proj.weight": random(hidden, config.intermediate_size),
+        }
+        for name, size in (("q", attention), ("k", kv), ("v", kv)):
+            weights[f"{prefix}self_attn.{name}_proj.weight"] = random(size, hidden)
+            weights[f"{prefix}self_attn.{name}_proj.bias"] = gains(size)
+    return weights
+
+
+def make_batch(rows: Sequence[Row], *, every_token: bool = False) -> ForwardBatch:
+    """Token ids depend on their position alone. Rows of one token must come first."""
+    positions = torch.cat([torch.arange(before, before + count) for _, before, count in rows])
+    slots = torch.cat(
+        [
+            torch.tensor(table)[torch.arange(before, before + count) // BLOCK_SIZE] * BLOCK_SIZE
+            + torch.arange(before, before + count) % BLOCK_SIZE
+            for table, before, count in rows
+        ]
+    )
+    tables = torch.zeros(len(rows), max(len(table) for table, _, _ in rows), dtype=torch.int32)
+    for index, (table, _, _) in enumerate(rows):
+        tables[index, : len(table)] = torch.tensor(table)
+    counts = torch.tensor([count for _, _, count in rows])
+    ends = counts.cumsum(0)
+    return ForwardBatch(
+        token_ids=(positions * 37 + 11) % 199,
+        positions=positions,
+        slot_mapping=slots,
+        block_tables=tables,
+        query_start=torch.cat((torch.zeros(1, dtype=torch.int64), ends)).int(),
+        context_lens=torch.tensor([before + count for _, before, count in rows], dtype=torch.int32),
+        sample_indices=torch.arange(len(positions)) if every_token else ends - 1,
+        num_decode_rows=sum(count == 1 for _, _, count in rows),
+    )
+
+
+def make_model(config: ModelConfig, quantization: str = "none", num_threads: int = 2) -> DecoderModel:
+    pool = KVPool(config, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16)
+    pool.keys.fill_(torch.nan)
+    pool.values.fill_(torch.nan)
+    model = DecoderModel(
+        config,
+        make_weights(config),
+        pool,
+        dtype=torch.bfloat16,
+        quantization=quantization,
+        num_threads=num_threads,
+    )
+    assert model.is_fused
+    return model
+
+
+SHAPES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "tied": {"tie_word_embeddings": True},
+    "one_kv_head": {"num_heads": 7, "num_kv_heads": 1, "hidden_size": 112},
+    "no_groups": {"num_heads": 3, "num_kv_heads": 3, "head_dim": 32},
+    "wide_heads": {"num_heads": 4, "num_kv_heads": 1, "head_dim": 48},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True, "rms_norm_eps": 1e-6},
+    "window": {"sliding_window": 10},
+    "odd_sizes": {"intermediate_size": 100, "hidden_size": 52, "vocab_size": 33},
+}
+ROWS: list[Row] = [((5,), 0, 1), ((2, 9, 4), 0, 37), ((7, 3), 0, 16)]
+
+
+@pytest.fixture(params=SHAPES)
+def config(request: pytest.FixtureRequest) -> ModelConfig:
+    return make_config(**SHAPES[request.param])
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_logits_are_those_of_the_portable_decoder_in_float32(config: ModelConfig, quantization: str) -> None:
+    pool = KVPool(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
+    exact = PortableDecoder(config, make_weights(config), pool, dtype=torch.float32, quantized=False)
+    batch = make_batch(ROWS, every_token=True)
+    batch.token_ids.remainder_(config.vocab_size)
+    expected, got = exact.forward(batch), make_model(config, quantization).forward(batch)
+    error = (got - expected).norm() / expected.norm()
+    assert error < (0.04 if quantization == "int8" else 0.015)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_logits_do_not_depend_on_batch_chunks_or_threads(quantization: str) -> None:
+    config = make_config()
+    alone = make_model(config, quantization, num_threads=1)
+    expected = alone.forward(make_batch([((2, 9, 4), 0, 37)])).clone()
+    model = make_model(config, quantization, num_threads=3)
+    model.forward(make_batch([((11, 6), 0, 20), ((2, 9, 4), 0, 17)]))
+    model.forward(make_batch([((11, 6), 20, 1), ((2, 9, 4), 17, 19)]))
+    decoded = [((11, 6), 21, 1), ((2, 9, 4), 36, 1), ((8,), 0, 1)]
+    assert torch.equal(model.forward(make_batch(decoded))[1], expected[0])
+
+
+def test_many_rows_take_whole_rows_and_give_the_same() -> None:
+    config = make_config()
+    model = make_model(config)
+    tables = [(block,) for block in range(20)]
+    together = model.forward(make_batch([(table, 0, 1) for table in tables])).clone()
+    assert torch.equal(model.forward(make_batch([(tables[3], 0, 1)]))[0], together[3])
+
+
+def test_nan_in_one_row_leaves_its_neighbours_alone() -> None:
+    config = make_config()
+    clean, model = make_model(config), make_model(config)
+    rows: list[Row] = [((5,), 9, 1), ((2,), 9, 1), ((7,), 9, 1)]
+    for each in (clean, model):
+        each.forward(make_batch([(table, 0, 9) for table, _, _ in rows]))
+    expected = clean.forward(make_batch(rows)).clone()
+    model.kv_pool.keys[0, 2, 0, 0, 3] = torch.nan
+    got = model.forward(make_batch(rows))
+    assert got[1].isnan().all()
+    assert torch.equal(got[[0, 2]], expected[[0, 2]])
+
+
+def test_buffers_grow_and_shrink_with_the_batch() -> None:
+    model = make_model(make_config())
+    small = make_batch([((1,), 0, 3)])
+    expected = model.forward(small).clone()
+    model.forward(make_batch([((2, 9, 4, 12, 15), 0, 80)], every_token=True))
+    assert torch.equal(model.forward(small), expected)
+
+
+def test_warmup_leaves_the_pool_as_it_is() -> None:
+    model = make_model(make_config())
+    model.kv_pool.keys.fill_(3.0)
+    model.warmup()
+    assert (model.kv_pool.keys == 3.0).all()
+
+
+def test_unknown_quantization_is_refused() -> None:
+    with pytest.raises(ValueError, match="quantization is 'int3'"):
+        make_model(make_config(), "int3")

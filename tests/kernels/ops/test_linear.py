@@ -1,0 +1,85 @@
+import pytest
+import torch
+
+from kernels.linear import make_linear
+from kernels.ops.linear.cpu import gate_up_silu_mul, linear
+from kernels.ops.linear.packing import group_size, pack_gate_up, pack_linear
+from kernels.ops.silu_mul.reference import silu_mul_reference
+
+ROWS = [1, 2, 3, 5, 7, 8, 11, 12, 13, 24, 64, 97, 200]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_bf16_product_at_every_tile_height(rows: int) -> None:
+    x, weight = torch.randn(rows, 96).bfloat16(), torch.randn(80, 96).bfloat16()
+    torch.testing.assert_close(
+        linear(x, pack_linear(weight)), x.float() @ weight.float().T, atol=1e-3, rtol=1e-3
+    )
+
+
+@pytest.mark.parametrize("num_outputs", [1, 16, 31, 32, 33, 199])
+@pytest.mark.parametrize("num_inputs", [4, 36, 576])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_outputs_and_inputs_of_any_size_with_bias(num_outputs: int, num_inputs: int, quantized: bool) -> None:
+    x, weight = torch.randn(5, num_inputs).bfloat16(), torch.randn(num_outputs, num_inputs).bfloat16()
+    bias = torch.randn(num_outputs)
+    got = linear(x, pack_linear(weight, bias, quantized=quantized))
+    expected = x.float() @ weight.float().T + bias
+    tolerance = 0.05 * num_inputs**0.5 if quantized else 1e-3
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=1e-3)
+
+
+def test_int8_product_is_exact_in_its_own_arithmetic() -> None:
+    """Integers up to 127 in every group and output survive quantization, so the product must be exact."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(-127, 128, (13, 384), generator=generator).float()
+    weight = torch.randint(-127, 128, (40, 384), generator=generator).float()
+    x[:, :: group_size(384)] = 127
+    weight[:, 0] = 127
+    assert torch.equal(linear(x, pack_linear(weight, quantized=True)), x @ weight.T)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_row_does_not_depend_on_its_neighbours(rows: int, quantized: bool) -> None:
+    x, weight = torch.randn(rows, 192).bfloat16(), torch.randn(64, 192)
+    packed = pack_linear(weight, quantized=quantized)
+    together = linear(x, packed)
+    assert torch.equal(together[rows // 2], linear(x[rows // 2 : rows // 2 + 1], packed)[0])
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_and_infinity_spoil_their_own_row_only(quantized: bool, bad: float) -> None:
+    x, weight = torch.randn(6, 64), torch.randn(48, 64)
+    x[2, 7] = bad
+    got = linear(x, pack_linear(weight, quantized=quantized))
+    assert not got[2].isfinite().any()
+    assert got[[0, 1, 3, 4, 5]].isfinite().all()
+
+
+@pytest.mark.parametrize("intermediate", [16, 20, 112])
+@pytest.mark.parametrize("rows", [1, 13])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_gate_up_silu_mul(intermediate: int, rows: int, quantized: bool) -> None:
+    x = torch.randn(rows, 64).bfloat16()
+    gate, up = torch.randn(2, intermediate, 64).bfloat16() / 8
+    packed = pack_gate_up(gate, up, quantized=quantized)
+    got = gate_up_silu_mul(x, packed).float()
+    expected = silu_mul_reference(x.float() @ torch.cat((gate, up)).float().T)
+    torch.testing.assert_close(got, expected, atol=6e-2 if quantized else 2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_portable_layers(dtype: torch.dtype, quantized: bool) -> None:
+    x, weight, bias = (
+        torch.randn(5, 64, dtype=dtype),
+        torch.randn(48, 64, dtype=dtype),
+        torch.randn(48, dtype=dtype),
+    )
+    got = make_linear(weight, bias, quantized=quantized)(x)
+    expected = x.float() @ weight.float().T + bias.float()
+    assert got.dtype == dtype
+    coarse = quantized or dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), expected, atol=0.5 if coarse else 1e-4, rtol=2e-2)
