@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kernels.grammar import GrammarError, Grammars, GrammarSeats
 from scheduler.plan import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
 EOS_TOKEN_ID = 256
@@ -69,12 +70,17 @@ class DeterministicRunner:
         num_slots = options.num_blocks * options.block_size
         self._after = array("Q", [_UNWRITTEN]) * num_slots
         self._before = array("Q", [_UNWRITTEN]) * options.num_blocks
+        self._grammar_seats = GrammarSeats()
+
+    def constrain_with(self, grammars: Grammars) -> None:
+        self._grammar_seats = GrammarSeats(grammars)
 
     def warmup(self) -> None:
         pass
 
     def step(self, plan: StepPlan) -> StepResult:
         started_s = time.perf_counter()
+        self._grammar_seats.release(plan.released_seats)
         for source, destination in plan.block_copies:
             self._copy_block(source, destination)
         results = tuple(self._run(row) for row in plan.rows)
@@ -128,7 +134,15 @@ class DeterministicRunner:
         sampling = row.sampling
         assert sampling is not None
         banned = sampling.banned_token_ids if row.num_generated_tokens < sampling.min_tokens else ()
-        token_id = emit(state, self._options.eos_one_in, banned)
+        if sampling.grammar is None:
+            token_id = emit(state, self._options.eos_one_in, banned)
+        else:
+            try:
+                token_id = emit_among(
+                    state, self._grammar_seats.mask(row).unpacked().nonzero()[0].tolist(), banned
+                )
+            except GrammarError as error:
+                return RowResult(row.request_id, error=str(error))
         logprobs = None if sampling.num_logprobs is None else _certain(token_id, sampling.num_logprobs)
         return RowResult(row.request_id, token_id=token_id, logprobs=logprobs)
 
@@ -153,6 +167,21 @@ def emit(state: int, eos_one_in: int = 0, banned: Sequence[int] = ()) -> int:
     first = (state >> 8) % len(_LETTERS)
     letters = (_LETTERS[(first + step) % len(_LETTERS)] for step in range(len(_LETTERS)))
     return next((letter for letter in letters if letter not in banned), ord("."))
+
+
+def emit_among(state: int, allowed: Sequence[int], banned: Sequence[int] = ()) -> int:
+    """The same under a grammar, as ids in ascending order: it ends as soon as it may, and prefers printable ASCII.
+
+    Half of the choices close a bracket or a string where one may be closed, so that any grammar comes to its end.
+    """
+    allowed = [token_id for token_id in allowed if token_id not in banned] or allowed
+    if EOS_TOKEN_ID in allowed:
+        return EOS_TOKEN_ID
+    closing = [token_id for token_id in allowed if token_id in b'"]}']
+    if closing and state & 1:
+        return closing[0]
+    choices = [token_id for token_id in allowed if 0x20 < token_id < 0x7F] or allowed
+    return choices[(state >> 8) % len(choices)]
 
 
 def expected_tokens(

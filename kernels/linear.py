@@ -13,7 +13,11 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, quant
     """The quickest linear layer that this device has for a weight [num_outputs, num_inputs]."""
     if quantized:
         return _Int8Linear(weight, bias)
-    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    ):
         return _OneDnnLinear(weight, bias)
     return _PlainLinear(weight, bias)
 

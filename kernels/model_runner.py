@@ -1,21 +1,24 @@
 """The Runner that computes: a model, its KV pool and the sampler, driven by plans."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
 from kernels.batch import ForwardBatch
 from kernels.config import ModelConfig
 from kernels.errors import OptionsError
+from kernels.grammar import Grammars
 from kernels.kv_pool import KVPool, bytes_per_block
 from kernels.models.decoder import DecoderModel
 from kernels.plan_buffers import PlanBuffers
-from kernels.registry import ModelSource
+from kernels.registry import ModelFormat, ModelSource
 from kernels.runner import RunnerOptions
 from kernels.sampling import Sampler
 from kernels.weights import open_checkpoint
+from kernels.weights.hugging_face import is_native
 from scheduler.plan import RowResult, SamplingParams, ScheduledRow, StepPlan, StepResult
 
 
@@ -28,11 +31,27 @@ class PoolShape:
     max_model_len: int
 
 
+class Model(Protocol):
+    """Bound to a KV pool; used by one thread at a time."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def kv_pool(self) -> KVPool: ...
+
+    def warmup(self) -> None: ...
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Writes the batch's K/V into the pool and gives the logits [num_sampled, vocab_size] in float32."""
+        ...
+
+
 class ModelRunner:
     """Built anywhere, then used on the step thread only."""
 
     def __init__(
-        self, model: DecoderModel, shape: PoolShape, *, max_num_seqs: int, max_num_batched_tokens: int
+        self, model: Model, shape: PoolShape, *, max_num_seqs: int, max_num_batched_tokens: int
     ) -> None:
         self._model = model
         self._shape = shape
@@ -75,6 +94,9 @@ class ModelRunner:
     @property
     def kv_cache_bytes(self) -> int:
         return self._model.kv_pool.nbytes
+
+    def constrain_with(self, grammars: Grammars) -> None:
+        self._sampler.constrain_with(grammars)
 
     def warmup(self) -> None:
         self._model.warmup()
@@ -124,27 +146,46 @@ def load_model_runner(options: RunnerOptions, source: ModelSource) -> ModelRunne
     dtype = _dtype(options)
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
-    checkpoint = open_checkpoint(source, dtype)
-    shape = pool_shape(options, checkpoint.config, dtype)
-    config = checkpoint.config
+    config, bind = _open_model(options, source, dtype, device)
+    shape = pool_shape(options, config, dtype)
     try:
         pool = KVPool(config, shape.num_blocks, shape.block_size, dtype, device)
     except ValueError as error:
         raise OptionsError(f"the KV pool cannot be built: {error}") from error
-    model = DecoderModel(
-        config,
-        checkpoint.weights,
-        pool,
-        dtype=dtype,
-        quantization=options.quantization,
-        num_threads=options.num_threads,
-    )
     return ModelRunner(
-        model,
+        bind(pool),
         shape,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
     )
+
+
+def _open_model(
+    options: RunnerOptions, source: ModelSource, dtype: torch.dtype, device: torch.device
+) -> tuple[ModelConfig, Callable[[KVPool], Model]]:
+    """The config that sizes the pool, and what makes the model of the pool."""
+    if source.format is ModelFormat.HUGGING_FACE and not is_native(source.path):
+        if options.quantization != "none":
+            raise OptionsError(
+                f"quantization is {options.quantization}; a model that runs through transformers takes only none"
+            )
+        from kernels.models.adapter_loading import load_adapter  # here, because transformers takes seconds
+
+        adapter = load_adapter(source.path, dtype, device)
+        return adapter.config, adapter.bind
+    checkpoint = open_checkpoint(source, dtype)
+
+    def bind(pool: KVPool) -> DecoderModel:
+        return DecoderModel(
+            checkpoint.config,
+            checkpoint.weights,
+            pool,
+            dtype=dtype,
+            quantization=options.quantization,
+            num_threads=options.num_threads,
+        )
+
+    return checkpoint.config, bind
 
 
 def pool_shape(options: RunnerOptions, config: ModelConfig, dtype: torch.dtype) -> PoolShape:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 from kernels.errors import OptionsError
+from kernels.grammar import Grammars
 from kernels.registry import resolve_model
 from scheduler.plan import StepPlan, StepResult
 
@@ -31,6 +32,10 @@ class Runner(Protocol):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    def constrain_with(self, grammars: Grammars) -> None:
+        """Before the first step, on any thread. Without it, rows with a grammar end in an error."""
+        ...
 
     def warmup(self) -> None:
         """Compiles and touches everything a step needs, so that the first step is no slower than others."""

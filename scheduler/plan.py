@@ -24,10 +24,16 @@ class SamplingParams:
     banned_token_ids: tuple[int, ...] = ()
     """Never sampled while the request has generated fewer than `min_tokens` (its stop ids)."""
     min_tokens: int = 0
+    grammar: str | None = None
+    """What the generated text must match, in a notation that only the runner reads. None: anything."""
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def needs_history(self) -> bool:
-        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+        return self.has_penalties or self.grammar is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,7 @@ class ScheduledRow:
     """Output tokens already known, those of earlier attempts included."""
     history: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """(prompt, generated) ids, in the first sampling row after each admission of a request whose
-    sampling.needs_history; afterwards the runner keeps the counts itself, by seat."""
+    sampling.needs_history; afterwards the runner keeps what it needs of it itself, by seat."""
 
     @property
     def sample_position(self) -> int:
@@ -90,7 +96,7 @@ class RowResult:
     """None when the row sampled nothing or failed."""
     logprobs: TokenLogprobs | None = None
     error: str | None = None
-    """This row alone failed (NaN or infinite logits); its neighbours are good."""
+    """This row alone failed (NaN or infinite logits, a grammar that cannot be followed); its neighbours are good."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,9 @@ def kafka_config(settings: Settings, *, client_id: str = "tailrace") -> KafkaCon
         session_timeout_s=settings.session_timeout_s,
         rebalance_timeout_s=max(30.0, settings.drain_grace_s + 5.0),
         max_poll_interval_s=settings.max_poll_interval_s,
+        # Two seconds of prefill may be less than two long prompts: waiting for more credit than that would run
+        # them one after the other.
+        resume_credit=1,
         num_partitions=settings.partitions,
         replication_factor=settings.replication_factor,
     )

@@ -5,12 +5,14 @@ position). Neither the number nor the order of the rows beside it enters; the te
 Whether the *logits* depend on the batch is the model's business.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.grammar import GrammarError, Grammars, GrammarSeats, TokenMask
 from kernels.sampling.draw import DrawParams, draw
 from kernels.sampling.logprobs import token_logprobs
 from kernels.sampling.philox import uniform
@@ -27,16 +29,22 @@ _NO_TOKEN = "every token is excluded by logit_bias and banned tokens"
 
 
 class Sampler:
-    """Keeps the state that penalties need by seat; everything else comes with the row."""
+    """Keeps the state that penalties and grammars need by seat; everything else comes with the row."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._seats: dict[int, Seat] = {}
+        self._grammar_seats = GrammarSeats()
         self._scratch = torch.empty((0, vocab_size))
 
-    def release(self, seats: Iterable[int]) -> None:
+    def constrain_with(self, grammars: Grammars) -> None:
+        """Before the first row with a grammar; without it such a row ends in an error."""
+        self._grammar_seats = GrammarSeats(grammars)
+
+    def release(self, seats: Sequence[int]) -> None:
         for seat in seats:
             self._seats.pop(seat, None)
+        self._grammar_seats.release(seats)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> list[RowResult]:
         """One result per row of `logits` [num_rows, vocab_size] float32 on the CPU, which stays unchanged."""
@@ -68,8 +76,9 @@ class Sampler:
     ) -> list[RowResult]:
         chosen = [rows[idx] for idx in group]
         seats = [self._seat(row) for row in chosen]
+        rules = [_rule(self._grammar_seats, row, seat) for row, seat in zip(chosen, seats, strict=True)]
         scratch = self._copy_rows(logits, group)
-        token_ids, errors = _choose(scratch, chosen, seats)
+        token_ids, errors = _choose(scratch, chosen, seats, rules)
         for i, seat in enumerate(seats):
             if errors[i] is None and seat.counts is not None:
                 seat.counts.add(int(token_ids[i]))
@@ -90,9 +99,9 @@ class Sampler:
             or not (seat.sampling is params or seat.sampling == params)
         ):
             seat = self._seats[row.seat] = Seat(params, self._vocab_size)
-        if row.history is not None and params.needs_history:
+        if row.history is not None and params.has_penalties:
             seat.load_history(row.history, self._vocab_size)
-        assert seat.counts is not None or seat.error or not params.needs_history, (
+        assert seat.counts is not None or seat.error or not params.has_penalties, (
             f"request {row.request_id}: penalties without history in the first sampling row"
         )
         return seat
@@ -150,18 +159,45 @@ def _is_plain_greedy(row: ScheduledRow) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What excludes tokens from a row altogether."""
+
+    bans: bool
+    """The seat's banned ids hold."""
+    allowed: TokenMask | None = None
+    """By the row's grammar. None: it has none."""
+    error: str | None = None
+
+
+def _rule(grammar_seats: GrammarSeats, row: ScheduledRow, seat: Seat) -> _Rule:
+    params = _params(row)
+    bans = _is_banning(row, params)
+    if params.grammar is None or seat.error is not None:
+        return _Rule(bans, error=seat.error)
+    try:
+        allowed = grammar_seats.mask(row)
+    except GrammarError as error:
+        return _Rule(bans, error=str(error))
+    # A complete text can only end, however many tokens were wished for.
+    return _Rule(bans and not allowed.is_within(params.banned_token_ids), allowed)
+
+
 def _choose(
-    logits: torch.Tensor, rows: Sequence[ScheduledRow], seats: Sequence[Seat]
+    logits: torch.Tensor, rows: Sequence[ScheduledRow], seats: Sequence[Seat], rules: Sequence[_Rule]
 ) -> tuple[npt.NDArray[np.int64], list[str | None]]:
     """A token and an error, if any, for each row; `logits` is overwritten."""
     values = logits.numpy()
-    usable = [i for i, seat in enumerate(seats) if seat.error is None]  # the others' ids may not be in range
-    adjust(values, [(i, seats[i]) for i in usable], [_is_banning(rows[i], _params(rows[i])) for i in usable])
+    usable = [i for i, rule in enumerate(rules) if rule.error is None]  # the others' ids may not be in range
+    adjust(values, [(i, seats[i]) for i in usable], [rules[i].bans for i in usable])
+    for i, rule in enumerate(rules):
+        if rule.allowed is not None:
+            np.minimum(values[i], rule.allowed.ceiling(), out=values[i])
     token_ids = values.argmax(axis=1)
     best = values[np.arange(len(rows)), token_ids].astype(np.float64)
     errors = [
-        seat.error or (None if possible else _NO_TOKEN)
-        for seat, possible in zip(seats, np.isfinite(best).tolist(), strict=True)
+        rule.error or (None if possible else _NO_TOKEN)
+        for rule, possible in zip(rules, np.isfinite(best).tolist(), strict=True)
     ]
     drawn = [i for i, row in enumerate(rows) if not errors[i] and _params(row).temperature >= GREEDY_BELOW]
     if drawn:

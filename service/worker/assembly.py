@@ -4,11 +4,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from kernels.grammar import Grammars
 from kernels.runner import Runner
 from scheduler.plan import StepPlan, StepResult
 from service.connect import kafka_config, stream_config
 from service.engine import Engine, StepThread, make_engine
 from service.engine.build import class_targets
+from service.grammar import GrammarGate
 from service.ingest.consumer import JobConsumer
 from service.ingest.producer import ResultProducer
 from service.metrics import Metrics
@@ -32,6 +34,8 @@ class Loaded:
     runner: Runner
     tokenizer: Tokenizer
     served_name: str
+    grammars: Grammars | None
+    """None: the model knows no end of sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,12 @@ class Parts:
     flow: JobFlow
     table: JobTable
     observer: Observer
+    grammars: GrammarGate
+
+
+def end_token_ids(runner: Runner, tokenizer: Tokenizer) -> frozenset[int]:
+    """What ends an output, by the model's files and by its tokenizer's."""
+    return frozenset(runner.eos_token_ids) | tokenizer.eos_token_ids
 
 
 def model_limits(settings: Settings, loaded: Loaded) -> ModelLimits:
@@ -51,7 +61,7 @@ def model_limits(settings: Settings, loaded: Loaded) -> ModelLimits:
         served_name=loaded.served_name,
         vocab_size=loaded.runner.vocab_size,
         max_model_len=loaded.runner.max_model_len,
-        eos_token_ids=frozenset(loaded.runner.eos_token_ids) | loaded.tokenizer.eos_token_ids,
+        eos_token_ids=end_token_ids(loaded.runner, loaded.tokenizer),
         default_max_tokens=settings.default_max_tokens,
         max_output_tokens=settings.max_output_tokens,
     )
@@ -113,6 +123,7 @@ def assemble(
         table=table,
         metrics=metrics,
         complete=consumer.complete,
+        grammars=GrammarGate(loaded.grammars),
         text_executor=text_executor,
     )
     parts = Parts(
@@ -124,5 +135,6 @@ def assemble(
         flow=JobFlow(context, superseded_retry_s=settings.session_timeout_s, on_settled=consumer.wake),
         table=table,
         observer=Observer(metrics, engine, consumer, publisher),
+        grammars=context.grammars,
     )
     return parts

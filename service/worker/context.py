@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from scheduler.config import ClassTargets
 from scheduler.spec import ServiceClass
 from service.engine.engine import Engine
+from service.grammar import GrammarGate
 from service.ingest.delivery import Delivery
 from service.ingest.producer import ResultProducer
 from service.metrics import Metrics
@@ -41,6 +42,7 @@ class Context:
     metrics: Metrics
     complete: Callable[[Delivery], None]
     """Tell the consumer that a record is settled."""
+    grammars: GrammarGate
     text_executor: ThreadPoolExecutor
     """One thread: templates and tokenization, in the order of arrival."""
     clock: Callable[[], float] = field(default=time.monotonic)

@@ -69,6 +69,7 @@ class Intake:
         try:
             self._check_attempts(run)
             check_against_model(job, self._c.limits)
+            run.grammar = await self._c.grammars.admit(job)
             prompt = await asyncio.get_running_loop().run_in_executor(
                 self._c.text_executor, encode_prompt, job, self._c.tokenizer, run.delivery.timestamp_ms
             )

@@ -61,6 +61,8 @@ class JobRun:
     job: Job | None = None
     job_id: str = ""
     epoch: int = 0
+    grammar: str | None = None
+    """What response_format became. None: plain text."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_resumed_tokens: int = 0

@@ -30,11 +30,6 @@ def check_against_model(job: Job, limits: ModelLimits) -> None:
             "unknown_model", f"model: {job.model!r} is not served here; it may be {limits.served_name!r}",
             field="model", value=job.model, limit=limits.served_name, job_id=job.id,
         )  # fmt: skip
-    if job.response_format.type != "text":
-        raise JobError(
-            "not_supported", f"response_format.type: {job.response_format.type!r} is not served; it may be 'text'",
-            field="response_format.type", value=job.response_format.type, limit="text", job_id=job.id,
-        )  # fmt: skip
     if (job.max_tokens or 0) > limits.max_output_tokens:
         raise JobError(
             "invalid_value", f"max_tokens: {job.max_tokens} is above the limit {limits.max_output_tokens}",
@@ -94,7 +89,7 @@ def make_spec(
         request_id=choice.request_id,
         prompt_token_ids=prompt,
         max_tokens=resolve_max_tokens(job, len(prompt), limits),
-        sampling=_sampling(job, choice),
+        sampling=_sampling(job, choice, run.grammar),
         arrival_s=run.arrival_s,
         stop_token_ids=choice.stop_token_ids,
         generated_token_ids=tuple(choice.token_ids),
@@ -125,7 +120,7 @@ def rejected(rejection: Rejection, job_id: str) -> JobError:
     )
 
 
-def _sampling(job: Job, choice: ChoiceRun) -> SamplingParams:
+def _sampling(job: Job, choice: ChoiceRun, grammar: str | None) -> SamplingParams:
     return SamplingParams(
         seed=job.seed_of_choice(choice.index),
         temperature=job.temperature,
@@ -139,6 +134,7 @@ def _sampling(job: Job, choice: ChoiceRun) -> SamplingParams:
         num_logprobs=job.logprobs,
         banned_token_ids=tuple(sorted(choice.stop_token_ids)) if job.min_tokens else (),
         min_tokens=job.min_tokens,
+        grammar=grammar,
     )
 
 

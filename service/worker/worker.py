@@ -14,10 +14,11 @@ from kernels.registry import resolve_model
 from service.admin import AdminServer
 from service.engine import start_step_thread
 from service.errors import InternalError
+from service.grammar import load_grammars
 from service.metrics import Metrics
 from service.settings import Settings
 from service.text.load import load_tokenizer
-from service.worker.assembly import Loaded, Parts, assemble
+from service.worker.assembly import Loaded, Parts, assemble, end_token_ids
 from service.worker.readiness import Readiness
 
 log = structlog.get_logger(__name__)
@@ -36,6 +37,8 @@ class Worker:
         self.readiness = Readiness()
         self.serving = asyncio.Event()
         """Set once all parts run; Kafka and Redis may still be away."""
+        self.parts: Parts | None = None
+        """Once serving; for benches and tests that look inside."""
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -80,12 +83,19 @@ class Worker:
         )
         step_thread, runner = await start_step_thread(settings)
         try:
-            return Loaded(step_thread, runner, await tokenizer_loading, served_name)
+            tokenizer = await tokenizer_loading
+            grammars = await asyncio.get_running_loop().run_in_executor(
+                text_executor, load_grammars, tokenizer, end_token_ids(runner, tokenizer), runner.vocab_size
+            )
+            if grammars is not None:
+                runner.constrain_with(grammars)
+            return Loaded(step_thread, runner, tokenizer, served_name, grammars)
         except BaseException:
             await step_thread.stop()
             raise
 
     async def _serve(self, parts: Parts) -> None:
+        self.parts = parts
         self.readiness.watch(parts.engine, parts.consumer, parts.publisher, parts.producer)
         tasks = [
             _task(parts.engine.run(), "engine"),
@@ -144,6 +154,7 @@ class Worker:
         parts.publisher.stop()
         parts.engine.stop()
         await parts.flow.close()
+        await parts.grammars.close()
         await parts.producer.stop(HANDBACK_S)
         for task in tasks:
             if task.get_name() in ("observer", "cancel-listener"):

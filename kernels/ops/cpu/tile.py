@@ -14,18 +14,19 @@ from kernels.ops.cpu.intrinsics import F32, I32, I64, prefetch_line
 from kernels.ops.cpu.jit import device, intrinsic, types
 
 HEIGHTS = (1, 2, 3, 4, 6, 12)
+MOST_INT8 = 6
+"""An int8 tile holds a second, float32 set of accumulators."""
 _LANES = 16
 _FLOATS, _INTS = ir.VectorType(F32, _LANES), ir.VectorType(I32, _LANES)
 
 
 @device
-def next_height(rows: int) -> int:
-    """How many of the `rows` left the next tile takes: one of HEIGHTS, not less than 3 if it can be helped.
-
-    Below 3 rows the few accumulators wait for each other.
+def next_height(rows: int, most: int) -> int:
+    """How many of the `rows` left the next tile takes: one of HEIGHTS, at most `most`, and if it can be helped not
+    below 3, where the few accumulators wait for each other.
     """
-    if rows >= 12:
-        return 12
+    if rows >= most:
+        return most
     if rows in (6, 9, 10):
         return 6
     if rows == 5:
@@ -129,6 +130,50 @@ class _Tile:
         builder.position_at_end(after)
         return result
 
+    def group_loop(
+        self, a: Any, lda: Any, b: Any, steps: Any, groups: Any, offsets: Any, scales: Any
+    ) -> dict[Any, Any]:
+        """Float sums over groups, each an integer loop of its own; leaves the builder behind the loop."""
+        builder = self.builder
+        fma = builder.module.declare_intrinsic("llvm.fma.v16f32", (), ir.FunctionType(_FLOATS, [_FLOATS] * 3))
+        before = builder.block
+        body, after = (
+            builder.function.append_basic_block("group"),
+            builder.function.append_basic_block("group_end"),
+        )
+        builder.branch(body)
+        builder.position_at_end(body)
+        group = builder.phi(I64)
+        total = {cell: builder.phi(_FLOATS) for cell in self.cells()}
+        first_input = builder.mul(group, builder.shl(steps, _number(2)))
+        start = self.vectors_at(builder.add(offsets, builder.mul(group, _number(128))), _INTS)
+        sums = self.loop(
+            builder.add(a, first_input),
+            lda,
+            builder.add(b, builder.mul(first_input, _number(32))),
+            _number(128),
+            steps,
+            {cell: start[cell[1]] for cell in self.cells()},
+        )
+        column = builder.add(scales, builder.shl(group, _number(2)))
+        result = {}
+        for row in range(self.rows):
+            stride = builder.shl(groups, _number(2))
+            factor = self._broadcast(builder.add(column, builder.mul(stride, _number(row))), F32, _FLOATS)
+            for vector in range(self.vectors):
+                value = builder.sitofp(sums[row, vector], _FLOATS)
+                result[row, vector] = builder.call(fma, [value, factor, total[row, vector]])
+        following = builder.add(group, _number(1))
+        end = builder.block
+        builder.cbranch(builder.icmp_signed("<", following, groups), body, after)
+        group.add_incoming(_number(0), before)
+        group.add_incoming(following, end)
+        for cell in self.cells():
+            total[cell].add_incoming(ir.Constant(_FLOATS, [0.0] * 16), before)
+            total[cell].add_incoming(result[cell], end)
+        builder.position_at_end(after)
+        return result
+
     def load_or_zero(self, c: Any, ldc: Any, add: Any) -> dict[Any, Any]:
         """What the float accumulators start from: C where `add` is not 0, else 0."""
         builder = self.builder
@@ -156,11 +201,11 @@ class _Tile:
             self.builder.store(value, self._at(c, cell[0], ldc, cell[1], _FLOATS), align=64)
 
 
-def _for_each_height(builder: Any, rows: Any, emit: Any) -> None:
+def _for_each_height(builder: Any, rows: Any, emit: Any, most: int = HEIGHTS[-1]) -> None:
     """Branch to `emit(height)` for the one of HEIGHTS that equals `rows`."""
     end = builder.function.append_basic_block("tile_end")
     switch = builder.switch(rows, end)
-    for height in HEIGHTS:
+    for height in (height for height in HEIGHTS if height <= most):
         block = builder.function.append_basic_block(f"rows_{height}")
         switch.add_case(_number(height), block)
         builder.position_at_end(block)
@@ -222,40 +267,29 @@ def int8_tile_32(
     lda: Any,
     b: Any,
     steps: Any,
-    offset: Any,
-    scale: Any,
-    scale_stride: Any,
+    groups: Any,
+    offsets: Any,
+    scales: Any,
     gain: Any,
     c: Any,
     ldc: Any,
-    add: Any,
 ) -> Any:
-    """c[rows, 32] (+)= scale[row] · gain[32] · (a[rows, 4 * steps] · b + offset[32]).
+    """c[rows, 32] = gain[32] · Σ over groups of scales[row, group] · (a[rows, group] · b[group] + offsets[group, 32]).
 
-    a is uint8, b int8 in fours, offset int32, scale, gain and c float32; strides in bytes.
+    a is uint8 [rows, groups, 4 * steps], b int8 in fours, offsets int32, scales [rows, groups], gain and c float32;
+    rows is one of HEIGHTS up to MOST_INT8.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        rows, a, lda, b, steps, offset, scale, scale_stride, gain, c, ldc, add = arguments
+        rows, a, lda, b, steps, groups, offsets, scales, gain, c, ldc = arguments
 
         def emit(height: int) -> None:
             tile = _Tile(builder, height, 2, integer=True)
-            offsets = tile.vectors_at(offset, _INTS)
-            sums = tile.loop(
-                a, lda, b, _number(128), steps, {cell: offsets[cell[1]] for cell in tile.cells()}
-            )
-            earlier = tile.load_or_zero(c, ldc, add)
+            total = tile.group_loop(a, lda, b, steps, groups, offsets, scales)
             gains = tile.vectors_at(gain, _FLOATS)
-            values = {}
-            for row in range(height):
-                address = builder.add(scale, builder.mul(scale_stride, _number(row)))
-                factor = tile._broadcast(address, F32, _FLOATS)
-                for vector in range(2):
-                    product = builder.fmul(builder.sitofp(sums[row, vector], _FLOATS), gains[vector])
-                    values[row, vector] = builder.fadd(builder.fmul(product, factor), earlier[row, vector])
-            tile.store(c, ldc, values)
+            tile.store(c, ldc, {cell: builder.fmul(total[cell], gains[cell[1]]) for cell in tile.cells()})
 
-        _for_each_height(builder, rows, emit)
+        _for_each_height(builder, rows, emit, MOST_INT8)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 12), generate
+    return types.void(*[types.int64] * 11), generate

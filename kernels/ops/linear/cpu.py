@@ -1,11 +1,13 @@
 """Matrix products over packed weights, tile by tile, with what follows them done while the tile is in cache."""
 
+from collections.abc import Callable
+
 import torch
 
 from kernels.ops.cpu.intrinsics import f32, i64, u16
 from kernels.ops.cpu.jit import device, unit
 from kernels.ops.cpu.tasks import done, draw, lone_phase, wait
-from kernels.ops.cpu.tile import HEIGHTS, bf16_tile_32, int8_tile_32, next_height
+from kernels.ops.cpu.tile import HEIGHTS, MOST_INT8, bf16_tile_32, int8_tile_32, next_height
 from kernels.ops.cpu.vector_math import silu, to_bf16
 from kernels.ops.linear.packing import PackedLinear
 from kernels.ops.rms_norm.cpu import quantize
@@ -39,23 +41,19 @@ def _product(linear: int, panel: int, rows: int, a: int, lda: int, a_scales: int
         bf16_tile_32(rows, a, lda, panels + panel * k * 64, 128, k // 2, tile, 128, 0, 0)
     else:
         groups = field[NUM_GROUPS]
-        size = k // groups
-        for group in range(groups):
-            part = panel * groups + group
-            int8_tile_32(
-                rows,
-                a + group * size,
-                lda,
-                panels + part * size * 32,
-                size // 4,
-                field[_OFFSETS] + part * 128,
-                a_scales + group * 4,
-                groups * 4,
-                field[_SCALES] + panel * 128,
-                tile,
-                128,
-                group,
-            )
+        int8_tile_32(
+            rows,
+            a,
+            lda,
+            panels + panel * k * 32,
+            k // groups // 4,
+            groups,
+            field[_OFFSETS] + panel * groups * 128,
+            a_scales,
+            field[_SCALES] + panel * 128,
+            tile,
+            128,
+        )
     if field[_BIAS] != 0:
         bias = f32(field[_BIAS] + panel * 128)
         for row in range(rows):
@@ -104,13 +102,14 @@ def linear_phase(
     chunks = (rows + _MAX_ROWS_PER_TILE - 1) // _MAX_ROWS_PER_TILE
     num_tiles = field[_NUM_PANELS] * chunks
     scale_stride = field[NUM_GROUPS] * 4
+    most = HEIGHTS[-1] if field[_SCALES] == 0 else MOST_INT8
     number = draw(phase)
     while number < num_tiles:
         panel = number // chunks
         row = (number - panel * chunks) * _MAX_ROWS_PER_TILE
         end = min(row + _MAX_ROWS_PER_TILE, rows)
         while row < end:
-            height = next_height(end - row)
+            height = next_height(end - row, most)
             _product(linear, panel, height, a + row * lda, lda, a_scales + row * scale_stride, scratch)
             _finish(mode, scratch, height, panel, num_outputs, out + row * ldo, ldo)
             row += height
@@ -121,34 +120,38 @@ def linear_phase(
 
 def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
     """x [num_tokens, num_inputs] times the packed weight: [num_tokens, num_outputs] float32, on the caller's thread."""
-    out = torch.empty(x.shape[0], packed.num_outputs, dtype=torch.float32)
-    a, scales = (x.bfloat16().contiguous(), None) if packed.scales is None else quantize(x, packed.num_groups)
-    _run(packed, STORE, a, scales, out, packed.num_outputs * 4)
-    return out
+    return prepare_linear(x, packed)()
 
 
 def gate_up_silu_mul(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
     """silu(gate) · up of a weight from `pack_gate_up`: [num_tokens, num_outputs / 2] bfloat16."""
-    out = torch.empty(x.shape[0], packed.num_outputs // 2, dtype=torch.bfloat16)
+    return prepare_linear(x, packed, SILU_MUL)()
+
+
+def prepare_linear(x: torch.Tensor, packed: PackedLinear, mode: int = STORE) -> Callable[[], torch.Tensor]:
+    """The product as a call that can be repeated, its input converted beforehand."""
     a, scales = (x.bfloat16().contiguous(), None) if packed.scales is None else quantize(x, packed.num_groups)
-    _run(packed, SILU_MUL, a, scales, out, packed.num_outputs)
-    return out
-
-
-def _run(
-    packed: PackedLinear, mode: int, a: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor, ldo: int
-) -> None:
+    if mode == SILU_MUL:
+        out = torch.empty(x.shape[0], packed.num_outputs // 2, dtype=torch.bfloat16)
+    else:
+        out = torch.empty(x.shape[0], packed.num_outputs, dtype=torch.float32)
     description = torch.tensor(describe(packed), dtype=torch.int64)
     scratch, phase = torch.empty(TILE_BYTES, dtype=torch.uint8), lone_phase()
-    linear_phase(
-        description.data_ptr(),
-        mode,
-        a.shape[0],
-        a.data_ptr(),
-        a.stride(0) * a.itemsize,
-        0 if scales is None else scales.data_ptr(),
-        out.data_ptr(),
-        ldo,
-        scratch.data_ptr(),
-        phase.data_ptr(),
-    )
+
+    def run() -> torch.Tensor:
+        phase.zero_()
+        linear_phase(
+            description.data_ptr(),
+            mode,
+            a.shape[0],
+            a.data_ptr(),
+            a.stride(0) * a.itemsize,
+            0 if scales is None else scales.data_ptr(),
+            out.data_ptr(),
+            out.stride(0) * out.itemsize,
+            scratch.data_ptr(),
+            phase.data_ptr(),
+        )
+        return out
+
+    return run

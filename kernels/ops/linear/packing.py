@@ -52,8 +52,8 @@ def pack_linear(
 
 
 def group_size(num_inputs: int) -> int:
-    """Inputs that share an activation scale: the largest divisor up to 192 that is a multiple of 16, else all."""
-    return next((size for size in range(192, 15, -16) if num_inputs % size == 0), num_inputs)
+    """Inputs that share an activation scale: the largest divisor up to 64 that is a multiple of 16, else all."""
+    return next((size for size in range(64, 15, -16) if num_inputs % size == 0), num_inputs)
 
 
 def pack_gate_up(gate: torch.Tensor, up: torch.Tensor, *, quantized: bool = False) -> PackedLinear:

@@ -10,7 +10,7 @@ import torch
 
 from kernels.ops.cpu.intrinsics import f32, float_of, i32, row_max, u16
 from kernels.ops.cpu.jit import Float, device, unit
-from kernels.ops.cpu.tile import fetching_tile_16, fetching_tile_32, next_height
+from kernels.ops.cpu.tile import HEIGHTS, fetching_tile_16, fetching_tile_32, next_height
 from kernels.ops.cpu.vector_math import exp2, to_bf16
 
 SEGMENT = 128
@@ -43,7 +43,7 @@ def _times(
     """c[rows, columns] (+)= a · b for columns in multiples of 16."""
     row = 0
     while row < rows:
-        height = next_height(rows - row)
+        height = next_height(rows - row, HEIGHTS[-1])
         for column in range(0, columns - 16, 32):
             fetching_tile_32(
                 height,

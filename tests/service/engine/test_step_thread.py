@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kernels.grammar import Grammars
 from scheduler.plan import RowResult, SamplingParams, ScheduledRow, StepPlan, StepResult
 from service.engine.step_thread import StepThread, step_isolated
 from service.errors import InternalError
@@ -28,6 +29,9 @@ class Scripted:
 
     def __init__(self, step: Callable[[StepPlan], StepResult]) -> None:
         self.step = step
+
+    def constrain_with(self, grammars: Grammars) -> None:
+        pass
 
     def warmup(self) -> None:
         pass

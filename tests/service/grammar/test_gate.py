@@ -128,6 +128,11 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "remote": (schema({"$ref": "http://example.com/x"}), SCHEMA_FIELD, "example.com"),
     "unknown keyword": (schema({"not": {"type": "string"}}), SCHEMA_FIELD, "not"),
     "too large": (schema({"allOf": PRODUCT}), SCHEMA_FIELD, "too large"),
+    "too many at once": (
+        schema({"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1500)}}),
+        SCHEMA_FIELD,
+        "row has",
+    ),
     "endless": (schema(ENDLESS), SCHEMA_FIELD, "processor time"),
 }
 
@@ -230,7 +235,7 @@ async def test_options_of_llguidance_in_a_schema_are_not_followed(gate: GrammarG
 
 
 async def test_blanks_between_parts_of_json_are_bounded(gate: GrammarGate) -> None:
-    """A small model otherwise writes blanks until max_tokens."""
+    """Otherwise blanks until max_tokens would follow the grammar."""
     text = await gate.admit(job({"type": "json_object"}))
     unbounded = LLMatcher.grammar_from_json_schema({"type": "object"})
 

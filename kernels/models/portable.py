@@ -1,0 +1,127 @@
+"""The decoder in plain torch operations: any device, any floating-point type. The one the others are held against."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kernels.batch import ForwardBatch
+from kernels.config import ModelConfig
+from kernels.kv_pool import KVPool
+from kernels.linear import Linear, make_linear
+from kernels.models.rope import rotary_tables
+from kernels.ops.paged_attention.portable import paged_attention
+from kernels.ops.rms_norm.reference import rms_norm_reference
+from kernels.ops.rotary.reference import rotary_reference
+from kernels.ops.silu_mul.reference import silu_mul_reference
+from kernels.ops.store_kv.reference import store_kv_reference
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+
+
+class PortableDecoder:
+    """See DecoderModel, whose two methods it implements."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, torch.Tensor],
+        kv_pool: KVPool,
+        *,
+        dtype: torch.dtype,
+        quantized: bool,
+    ) -> None:
+        self._config = config
+        self._kv_pool = kv_pool
+        self._quantized = quantized
+        self._device = kv_pool.keys.device
+        self._weights = _Source(weights, dtype, self._device)
+        self._embedding = self._weights["model.embed_tokens.weight"]
+        self._final_norm = self._weights["model.norm.weight"]
+        head = self._embedding if config.tie_word_embeddings else self._weights["lm_head.weight"]
+        self._head = make_linear(head, quantized=quantized)
+        self._layers = [self._load_layer(index) for index in range(config.num_layers)]
+        cos, sin = rotary_tables(config, config.max_position_embeddings)
+        self._cos, self._sin = cos.to(self._device), sin.to(self._device)
+
+    def _load_layer(self, index: int) -> _Layer:
+        config, weights = self._config, self._weights
+        prefix = f"model.layers.{index}."
+        attention = prefix + "self_attn."
+        qkv = torch.cat([weights[f"{attention}{name}_proj.weight"] for name in "qkv"])
+        bias = (
+            torch.cat([weights[f"{attention}{name}_proj.bias"] for name in "qkv"])
+            if config.qkv_bias
+            else None
+        )
+        gate_up = torch.cat([weights[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")])
+        return _Layer(
+            input_norm=weights[prefix + "input_layernorm.weight"],
+            post_norm=weights[prefix + "post_attention_layernorm.weight"],
+            query_norm=weights[attention + "q_norm.weight"] if config.qk_norm else None,
+            key_norm=weights[attention + "k_norm.weight"] if config.qk_norm else None,
+            qkv=make_linear(qkv, bias, quantized=self._quantized),
+            out=make_linear(weights[attention + "o_proj.weight"], quantized=self._quantized),
+            gate_up=make_linear(gate_up, quantized=self._quantized),
+            down=make_linear(weights[prefix + "mlp.down_proj.weight"], quantized=self._quantized),
+        )
+
+    def warmup(self) -> None:
+        """Nothing here is compiled."""
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        eps = self._config.rms_norm_eps
+        x = self._embedding[batch.token_ids]
+        cos, sin = self._cos[batch.positions], self._sin[batch.positions]
+        for index, layer in enumerate(self._layers):
+            normed = rms_norm_reference(x, layer.input_norm, eps)
+            x = x + layer.out(self._attend(index, layer, normed, cos, sin, batch))
+            normed = rms_norm_reference(x, layer.post_norm, eps)
+            x = x + layer.down(silu_mul_reference(layer.gate_up(normed)))
+        return self._head(rms_norm_reference(x[batch.sample_indices], self._final_norm, eps)).float()
+
+    def _attend(
+        self,
+        index: int,
+        layer: _Layer,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Attention output [num_tokens, num_heads * head_dim] of layer `index`; its K/V goes into the pool."""
+        config = self._config
+        heads = layer.qkv(x).view(x.shape[0], -1, config.head_dim)
+        query, key, value = heads.tensor_split(
+            (config.num_heads, config.num_heads + config.num_kv_heads), dim=1
+        )
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query = rms_norm_reference(query, layer.query_norm, config.rms_norm_eps)
+            key = rms_norm_reference(key, layer.key_norm, config.rms_norm_eps)
+        keys, values = self._kv_pool.keys[index], self._kv_pool.values[index]
+        store_kv_reference(rotary_reference(key, cos, sin), value, keys, values, batch.slot_mapping)
+        query = rotary_reference(query, cos, sin)
+        return paged_attention(
+            query, keys, values, batch, config.head_dim**-0.5, config.sliding_window
+        ).flatten(1)
+
+
+class _Source:
+    """Checkpoint tensors, converted as they are asked for."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        self._weights, self._dtype, self._device = weights, dtype, device
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._weights[name].to(self._device, self._dtype)

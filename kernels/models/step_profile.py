@@ -1,0 +1,108 @@
+"""Where a compiled step's time goes, part by part, beside what memory and arithmetic would allow at best."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kernels.batch import ForwardBatch
+from kernels.config import ModelConfig
+from kernels.models.fused import FusedDecoder
+from kernels.ops.linear.cpu import prepare_linear
+from kernels.ops.linear.packing import pack_linear
+
+_PARTS = ("glue", "linears", "glue", "attention", "glue", "linears", "glue", "linears", "glue", "linears")
+"""Of a layer's phases: norm, qkv, rotary + K/V write, attention, quantize, out, norm, gate + up, quantize, down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What all threads together reach where nothing else limits them."""
+
+    read_bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PartTime:
+    part: str
+    best_ms: float
+    floor_ms: float
+    """The longer of reading the part's memory once and doing its multiplications."""
+
+
+def profile_step(
+    decoder: FusedDecoder, batch: ForwardBatch, rates: Rates, repeats: int = 20
+) -> list[PartTime]:
+    """Each phase's best time of `repeats` identical steps, added up by part.
+
+    Taking the best per phase rather than per step keeps other processes out of the figures.
+    """
+    best: list[float] = []
+    started_s, first_stamp, stamps = time.perf_counter(), 0, [0]
+    for _ in range(repeats):
+        decoder.forward(batch)
+        stamps = decoder.stamps()
+        first_stamp = first_stamp or stamps[0]
+        durations = _durations(stamps)
+        best = [min(pair) for pair in zip(best, durations, strict=True)] if best else durations
+    ticks_per_ms = (max(stamps) - first_stamp) / (time.perf_counter() - started_s) / 1e3
+    parts = ("glue", *_PARTS * decoder.config.num_layers, "glue", "head")
+    spent = dict.fromkeys(("linears", "attention", "head", "glue"), 0.0)
+    for part, ticks in zip(parts, best, strict=False):
+        spent[part] += ticks / ticks_per_ms
+    floors = _floors(decoder, batch, rates)
+    return [PartTime(part, spent[part], floors[part]) for part in spent]
+
+
+def _durations(stamps: list[int]) -> list[float]:
+    last, durations = stamps[0], []
+    for stamp in stamps[1:]:
+        durations.append(float(stamp - last) if stamp else 0.0)
+        last = stamp or last
+    return durations
+
+
+def _floors(decoder: FusedDecoder, batch: ForwardBatch, rates: Rates) -> dict[str, float]:
+    config = decoder.config
+    num_tokens, num_sampled = batch.token_ids.shape[0], batch.sample_indices.shape[0]
+
+    def floor_ms(num_bytes: float, flops: float) -> float:
+        return max(num_bytes / rates.read_bytes_per_s, flops / rates.flops_per_s) * 1e3
+
+    layers = config.num_layers * layer_weights(config)
+    head = config.vocab_size * config.hidden_size
+    width = decoder.bytes_per_weight
+    kv_bytes = 4 * config.num_layers * config.num_kv_heads * config.head_dim * int(batch.context_lens.sum())
+    return {
+        "linears": floor_ms(layers * width, 2.0 * layers * num_tokens),
+        "attention": floor_ms(kv_bytes, 0),
+        "head": floor_ms(head * width, 2.0 * head * num_sampled),
+        "glue": 0.0,
+    }
+
+
+def layer_weights(config: ModelConfig) -> int:
+    """Numbers in one layer's matrices."""
+    attention = (config.num_heads + config.num_kv_heads) * config.head_dim
+    return config.hidden_size * (2 * attention + 3 * config.intermediate_size)
+
+
+def measure_rates(quantized: bool, num_threads: int) -> Rates:
+    """Reading 256 MiB, and a product whose operands stay in the caches, times the number of threads."""
+    memory = torch.zeros(1 << 25, dtype=torch.int64)
+    read_s = _best_s(memory.sum)
+    x, packed = torch.randn(48, 512).bfloat16(), pack_linear(torch.randn(512, 512), quantized=quantized)
+    product = prepare_linear(x, packed)
+    product_s = _best_s(product, repeats=200)
+    return Rates(memory.nbytes / read_s, num_threads * 2 * 48 * 512 * 512 / product_s)
+
+
+def _best_s(run: Callable[[], object], repeats: int = 10) -> float:
+    times = []
+    for _ in range(repeats):
+        started_s = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started_s)
+    return min(times)

@@ -1,0 +1,88 @@
+"""Where a decoding step's time goes: `python -m ops.bench.step_profile [--model M] [--int8] [--json]`.
+
+Linears, attention, head and glue (norms, rotary, K/V write, quantization) in ms per batch size, each beside its floor:
+memory read once at the measured bandwidth, or multiplications at the measured rate, whichever takes longer.
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+
+import torch
+
+from kernels.batch import ForwardBatch
+from kernels.kv_pool import KVPool
+from kernels.models.fused import FusedDecoder, fused_supported
+from kernels.models.step_profile import PartTime, measure_rates, profile_step
+from kernels.registry import resolve_model
+from kernels.weights import open_checkpoint
+
+_BLOCK_SIZE = 32
+
+
+def decode_batch(batch: int, context_tokens: int) -> ForwardBatch:
+    """`batch` rows that each compute the last of `context_tokens` tokens, in blocks of their own."""
+    blocks = -(-context_tokens // _BLOCK_SIZE)
+    tables = torch.arange(batch * blocks, dtype=torch.int32).view(batch, blocks)
+    last = context_tokens - 1
+    slots = tables[:, last // _BLOCK_SIZE].long() * _BLOCK_SIZE + last % _BLOCK_SIZE
+    rows = torch.arange(batch)
+    return ForwardBatch(
+        token_ids=rows + 5,
+        positions=torch.full((batch,), last),
+        slot_mapping=slots,
+        block_tables=tables,
+        query_start=torch.arange(batch + 1, dtype=torch.int32),
+        context_lens=torch.full((batch,), context_tokens, dtype=torch.int32),
+        sample_indices=rows,
+        num_decode_rows=batch,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--int8", action="store_true")
+    parser.add_argument("--batch", default="1,8,32,64")
+    parser.add_argument("--context", type=int, default=150)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    batches = [int(batch) for batch in arguments.batch.split(",")]
+    checkpoint = open_checkpoint(resolve_model(arguments.model), torch.bfloat16)
+    num_blocks = max(batches) * -(-arguments.context // _BLOCK_SIZE)
+    pool = KVPool(checkpoint.config, num_blocks, _BLOCK_SIZE, torch.bfloat16)
+    if not fused_supported(checkpoint.config, pool, torch.bfloat16):
+        print("this processor or model does not take the compiled step; there is nothing to profile")
+        return 1
+    # Pages that were never written all map to one page of zeros, which would stay in the cache.
+    pool.keys.normal_()
+    pool.values.normal_()
+    decoder = FusedDecoder(
+        checkpoint.config, checkpoint.weights, pool, quantized=arguments.int8, num_threads=None
+    )
+    decoder.warmup()
+    rates = measure_rates(arguments.int8, decoder.num_threads)
+    times = {batch: profile_step(decoder, decode_batch(batch, arguments.context), rates) for batch in batches}
+    if arguments.json:
+        rows = {batch: [asdict(part) for part in parts] for batch, parts in times.items()}
+        print(json.dumps({"rates": asdict(rates), "batches": rows}, indent=2))
+        return 0
+    print(
+        f"read {rates.read_bytes_per_s / 1e9:.1f} GB/s, multiply {rates.flops_per_s / 1e9:.0f} GFLOP/s, ms (floor)"
+    )
+    print(f"{'batch':>5} {'total':>8}" + "".join(f"{part.part:>20}" for part in times[batches[0]]))
+    for batch, parts in times.items():
+        print(
+            f"{batch:5} {sum(part.best_ms for part in parts):8.2f}" + "".join(_cell(part) for part in parts)
+        )
+    return 0
+
+
+def _cell(part: PartTime) -> str:
+    return f"{part.best_ms:11.2f} ({part.floor_ms:6.2f})"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,178 @@
+"""Lets grammars through to the engine only after they compiled in a process that could be killed."""
+
+import asyncio
+import json
+import signal
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from kernels.grammar import LIMITS, GrammarError, Grammars, short_error
+from service.errors import InternalError, JobError
+from service.grammar.formats import Grammar, grammar_of
+from service.wire import Job
+from service.wire.limits import MAX_SHOWN_CHARS
+
+log = structlog.get_logger(__name__)
+
+_TRIAL: Final = Path(__file__).with_name("trial.py")
+_MAX_ANSWER_BYTES: Final = 1 << 20
+"""llguidance's messages repeat the grammar (at most 64 KiB) a few times over."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """Usual grammars compile in 1 to 30 ms; a schema of 1,500 optional properties takes 0.2 s."""
+
+    cpu_s: float = 1.0
+    """Processor time for one grammar: a busy machine does not turn good ones down."""
+    wall_s: float = 30.0
+    """For a process that gets no processor, and for starting one."""
+    memory_bytes: int = 1 << 30
+    max_verdicts: int = 256
+    """Remembered; each takes a grammar's text (at most 64 KiB) and a line: 16 MiB."""
+
+
+class GrammarGate:
+    """Event loop only. One trial at a time, in arrival order; a bad grammar holds up later ones for `cpu_s` at most."""
+
+    def __init__(self, grammars: Grammars | None, limits: GrammarLimits = GrammarLimits()) -> None:
+        """Without grammars (a model that knows no end of sequence) every job that has one is refused."""
+        self._grammars = grammars
+        self._limits = limits
+        self._trial = _Trial(limits)
+        self._turn = asyncio.Lock()
+        self._verdicts: OrderedDict[str, str | None] = OrderedDict()
+
+    async def admit(self, job: Job) -> str | None:
+        """The grammar's text, compiled and ready for the engine; None for plain text. Raises JobError."""
+        grammar = grammar_of(job.response_format)
+        if grammar is None:
+            return None
+        kind = job.response_format.type
+        if self._grammars is None:
+            raise JobError(
+                "not_supported", f"response_format.type: {kind!r} is not served by this model; it may be 'text'",
+                field="response_format.type", value=kind, limit="text", job_id=job.id,
+            )  # fmt: skip
+        if job.ignore_eos:
+            raise JobError(
+                "invalid_value", f"ignore_eos: true, but output of the type {kind!r} has an end; it may be false",
+                field="ignore_eos", value="true", limit="false", job_id=job.id,
+            )  # fmt: skip
+        reason = await self._verdict(grammar.text)
+        if reason is None:
+            reason = await asyncio.to_thread(_refusal, self._grammars.prepare, grammar.text)
+        if reason is not None:
+            raise self._refused(grammar, reason, job.id)
+        return grammar.text
+
+    async def close(self) -> None:
+        await self._trial.end()
+
+    async def _verdict(self, text: str) -> str | None:
+        async with self._turn:
+            if text in self._verdicts:
+                self._verdicts.move_to_end(text)
+                return self._verdicts[text]
+            verdict = self._verdicts[text] = await self._trial.run(text)
+            if len(self._verdicts) > self._limits.max_verdicts:
+                self._verdicts.popitem(last=False)
+            return verdict
+
+    def _refused(self, grammar: Grammar, reason: str, job_id: str) -> JobError:
+        shown = grammar.source[:MAX_SHOWN_CHARS]
+        limit = f"compiles in {self._limits.cpu_s:g} s and {self._limits.memory_bytes >> 20} MiB"
+        return JobError(
+            "invalid_grammar", f"{grammar.field}: {reason} ({shown!r}); it must be one that {limit}",
+            field=grammar.field, value=shown, limit=limit, job_id=job_id,
+        )  # fmt: skip
+
+
+def _refusal(prepare: Callable[[str], None], text: str) -> str | None:
+    try:
+        prepare(text)
+    except GrammarError as error:
+        return str(error)
+    return None
+
+
+class _Trial:
+    """The process, started when it is first needed and again after each end."""
+
+    def __init__(self, limits: GrammarLimits) -> None:
+        self._limits = limits
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self, text: str) -> str | None:
+        """Why the grammar is bad, or None. Raises InternalError when no process can be had."""
+        process = self._process or await self._start()
+        try:
+            async with asyncio.timeout(self._limits.wall_s):
+                assert process.stdin is not None
+                process.stdin.write(json.dumps(text).encode() + b"\n")
+                await process.stdin.drain()
+                answer = await self._answer(process)
+        except (ConnectionError, EOFError):
+            return await self._died(process)
+        except TimeoutError:
+            await self.end()
+            return f"it did not compile within {self._limits.wall_s:g} s"
+        except BaseException:
+            # Nobody will read this answer, and the next grammar must not get it.
+            await asyncio.shield(self.end())
+            raise
+        return None if answer is None else short_error(answer)
+
+    async def end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        limits = {
+            "initial_lexer_fuel": LIMITS.initial_lexer_fuel,
+            "step_lexer_fuel": LIMITS.step_lexer_fuel,
+            "max_lexer_states": LIMITS.max_lexer_states,
+            "step_max_items": LIMITS.step_max_items,
+        }
+        arguments = (str(self._limits.cpu_s), str(self._limits.memory_bytes), json.dumps(limits))
+        try:
+            process = self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", str(_TRIAL), *arguments,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+                limit=_MAX_ANSWER_BYTES,
+            )  # fmt: skip
+            async with asyncio.timeout(self._limits.wall_s):
+                await self._answer(process)
+        except (OSError, EOFError) as error:
+            await self.end()
+            raise InternalError(f"the process that compiles grammars did not start: {error!r}") from error
+        except BaseException:
+            await asyncio.shield(self.end())
+            raise
+        return process
+
+    async def _answer(self, process: asyncio.subprocess.Process) -> str | None:
+        assert process.stdout is not None
+        line = await process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise EOFError
+        answer: str | None = json.loads(line)
+        return answer
+
+    async def _died(self, process: asyncio.subprocess.Process) -> str:
+        await process.wait()
+        self._process = None
+        log.warning("grammar_process_ended", returncode=process.returncode)
+        if process.returncode == -signal.SIGPROF:
+            return f"it took more than {self._limits.cpu_s:g} s of processor time to compile"
+        return "it ended the process that compiled it"
