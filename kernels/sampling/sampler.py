@@ -79,9 +79,6 @@ class Sampler:
         rules = [_rule(self._grammar_seats, row, seat) for row, seat in zip(chosen, seats, strict=True)]
         scratch = self._copy_rows(logits, group)
         token_ids, errors = _choose(scratch, chosen, seats, rules)
-        for i, seat in enumerate(seats):
-            if errors[i] is None and seat.counts is not None:
-                seat.counts.add(int(token_ids[i]))
         logprobs = self._logprobs(logits, raw_best, group, chosen, token_ids)
         return [
             RowResult(row.request_id, error=errors[i])
@@ -104,6 +101,7 @@ class Sampler:
         assert seat.counts is not None or seat.error or not params.has_penalties, (
             f"request {row.request_id}: penalties without history in the first sampling row"
         )
+        seat.catch_up(row)
         return seat
 
     def _copy_rows(self, logits: torch.Tensor, group: Sequence[int]) -> torch.Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.plan import SamplingParams
+from scheduler.plan import SamplingParams, ScheduledRow
 
 I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
@@ -24,6 +24,7 @@ class TokenCounts:
         self._counts = np.zeros(capacity, dtype=np.float32)
         self._ids[: len(seen)] = list(seen)
         self._counts[: len(seen)] = list(seen.values())
+        self.num_generated = len(generated)
 
     @property
     def ids(self) -> I64:
@@ -40,6 +41,7 @@ class TokenCounts:
             self._counts = np.concatenate([self._counts, np.zeros(idx, dtype=np.float32)])
         self._ids[idx] = token_id
         self._counts[idx] += 1
+        self.num_generated += 1
 
 
 class Seat:
@@ -60,6 +62,12 @@ class Seat:
         prompt, generated = history
         self.error = self.error or _outside("history", (*prompt, *generated), vocab_size)
         self.counts = None if self.error else TokenCounts(prompt, generated)
+
+    def catch_up(self, row: ScheduledRow) -> None:
+        """Count the token that the step before sampled, which this row brings along; once, though a step may run
+        again."""
+        if self.counts is not None and self.counts.num_generated < row.num_generated_tokens:
+            self.counts.add(row.token_ids[-1])
 
 
 def _outside(field: str, token_ids: Iterable[int], vocab_size: int) -> str | None:

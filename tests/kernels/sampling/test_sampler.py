@@ -39,6 +39,13 @@ def make_row(
     )
 
 
+def following(first: ScheduledRow, tokens: Sequence[int | None]) -> ScheduledRow:
+    """The decoding row after these generated tokens: it brings the last one along."""
+    last = tokens[-1]
+    assert last is not None
+    return replace(first, history=None, num_generated_tokens=len(tokens), token_ids=(last,))
+
+
 def random_logits(num_rows: int, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> torch.Tensor:
     return torch.randn((num_rows, vocab_size), generator=torch.Generator().manual_seed(seed)) * 3
 
@@ -200,9 +207,23 @@ def test_penalty_counts_follow_the_tokens_sampled_in_the_seat() -> None:
     first = make_row(params)
 
     tokens = token_ids(sampler.sample(logits, [first]))
-    for generated in range(1, 5):
-        row = replace(first, history=None, num_generated_tokens=generated)
-        tokens += token_ids(sampler.sample(logits, [row]))
+    for _ in range(4):
+        tokens += token_ids(sampler.sample(logits, [following(first, tokens)]))
+
+    assert tokens == [0, 1, 0, 2, 1]
+
+
+def test_hazard_a_step_that_runs_again_does_not_count_its_token_twice() -> None:
+    params = SamplingParams(seed=0, temperature=0.0, frequency_penalty=2.0)
+    logits = torch.tensor([[5.0, 4.0, 3.0]])
+    sampler = Sampler(3)
+    first = make_row(params)
+    tokens: list[int | None] = []
+    for _ in range(5):
+        row = following(first, tokens) if tokens else first
+        once = token_ids(sampler.sample(logits, [row]))
+        assert token_ids(sampler.sample(logits, [row])) == once
+        tokens += once
 
     assert tokens == [0, 1, 0, 2, 1]
 
@@ -226,13 +247,13 @@ def test_readmission_with_history_equals_an_undisturbed_run() -> None:
     sampler = Sampler(50)
     undisturbed = token_ids(sampler.sample(logits, [make_row(params, prompt=(1, 2))]))
     for _ in range(9):
-        undisturbed += token_ids(sampler.sample(logits, [replace(make_row(params), history=None)]))
+        undisturbed += token_ids(sampler.sample(logits, [following(make_row(params), undisturbed)]))
 
     known = [token_id for token_id in undisturbed[:5] if token_id is not None]
     resumed = Sampler(50)
     tokens = token_ids(resumed.sample(logits, [make_row(params, seat=3, prompt=(1, 2), generated=known)]))
     for _ in range(4):
-        tokens += token_ids(resumed.sample(logits, [replace(make_row(params, seat=3), history=None)]))
+        tokens += token_ids(resumed.sample(logits, [following(make_row(params, seat=3), [*known, *tokens])]))
 
     assert tokens == undisturbed[5:]
 
@@ -243,7 +264,7 @@ def test_counts_grow_beyond_their_first_capacity() -> None:
     sampler = Sampler(VOCAB_SIZE)
     tokens = token_ids(sampler.sample(logits, [make_row(params)]))
     for _ in range(299):
-        tokens += token_ids(sampler.sample(logits, [replace(make_row(params), history=None)]))
+        tokens += token_ids(sampler.sample(logits, [following(make_row(params), tokens)]))
 
     assert tokens == logits[0].argsort(descending=True)[:300].tolist()
 
