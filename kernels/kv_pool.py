@@ -51,6 +51,10 @@ class KVPool:
         self.values = torch.zeros(*shape, block_size // pack, head_dim, pack, dtype=dtype, device=device)
 
     @property
+    def device(self) -> torch.device:
+        return self.keys.device
+
+    @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 

@@ -17,9 +17,11 @@ from kernels.plan_buffers import PlanBuffers
 from kernels.registry import ModelFormat, ModelSource
 from kernels.runner import RunnerOptions
 from kernels.sampling import Sampler
-from kernels.weights import open_checkpoint
+from kernels.weights import Checkpoint, open_checkpoint
 from kernels.weights.hugging_face import is_native
 from scheduler.plan import RowResult, SamplingParams, ScheduledRow, StepPlan, StepResult
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,21 @@ class PoolShape:
     max_model_len: int
 
 
+class Pool(Protocol):
+    """Paged keys and values on some device."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
+
+
 class Model(Protocol):
     """Bound to a KV pool; used by one thread at a time."""
 
@@ -38,7 +55,7 @@ class Model(Protocol):
     def config(self) -> ModelConfig: ...
 
     @property
-    def kv_pool(self) -> KVPool: ...
+    def kv_pool(self) -> Pool: ...
 
     def warmup(self) -> None: ...
 
@@ -47,11 +64,27 @@ class Model(Protocol):
         ...
 
 
+class TokenSampler(Protocol):
+    """Chooses tokens from logits that stay where the model put them. Keeps state by seat."""
+
+    def constrain_with(self, grammars: Grammars) -> None: ...
+
+    def release(self, seats: Sequence[int]) -> None: ...
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> list[RowResult]: ...
+
+
 class ModelRunner:
     """Built anywhere, then used on the step thread only."""
 
     def __init__(
-        self, model: Model, shape: PoolShape, *, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        model: Model,
+        shape: PoolShape,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        make_sampler: Callable[[], TokenSampler] | None = None,
     ) -> None:
         self._model = model
         self._shape = shape
@@ -61,7 +94,8 @@ class ModelRunner:
             max_num_blocks=-(-shape.max_model_len // shape.block_size),
             block_size=shape.block_size,
         )
-        self._sampler = Sampler(model.config.vocab_size)
+        self._make_sampler = make_sampler or (lambda: Sampler(model.config.vocab_size))
+        self._sampler = self._make_sampler()
 
     @property
     def config(self) -> ModelConfig:
@@ -102,7 +136,8 @@ class ModelRunner:
         self._model.warmup()
         sampling = SamplingParams(seed=0, top_p=0.9, num_logprobs=1)
         row = ScheduledRow("warmup", 0, (0,), 0, (0,), sampling, 0)
-        Sampler(self.vocab_size).sample(torch.zeros((1, self.vocab_size)), [row])
+        logits = torch.zeros((1, self.vocab_size), device=self._model.kv_pool.device)
+        self._make_sampler().sample(logits, [row])
 
     def step(self, plan: StepPlan) -> StepResult:
         """Sampled rows get a token or an error of their own; the pool of other rows is never touched."""
@@ -142,10 +177,12 @@ class ModelRunner:
 
 def load_model_runner(options: RunnerOptions, source: ModelSource) -> ModelRunner:
     """Reads the checkpoint tensor by tensor into a model on the chosen device."""
-    device = _device(options)
-    dtype = _dtype(options)
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
+    if _chooses_gpu(options, source):
+        dtype = _gpu_dtype(options)
+        return load_on_gpu(options, open_checkpoint(source, dtype), dtype, torch.device("cuda"))
+    device, dtype = torch.device("cpu"), _cpu_dtype(options)
     config, bind = _open_model(options, source, dtype, device)
     shape = pool_shape(options, config, dtype)
     try:
@@ -157,6 +194,32 @@ def load_model_runner(options: RunnerOptions, source: ModelSource) -> ModelRunne
         shape,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
+    )
+
+
+def load_on_gpu(
+    options: RunnerOptions, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> ModelRunner:
+    """The same runner over Triton kernels. On a CPU device they are interpreted: for tests."""
+    from kernels.gpu.decoder import GpuDecoderModel
+    from kernels.gpu.kv_pool import GpuKVPool
+    from kernels.gpu.sampler import GpuSampler
+
+    config = checkpoint.config
+    shape = pool_shape(options, config, dtype)
+    try:
+        pool = GpuKVPool(config, shape.num_blocks, shape.block_size, dtype, device)
+        model = GpuDecoderModel(
+            config, checkpoint.weights, pool, dtype=dtype, quantization=options.quantization
+        )
+    except ValueError as error:
+        raise OptionsError(f"the model cannot run on {device}: {error}") from error
+    return ModelRunner(
+        model,
+        shape,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        make_sampler=lambda: GpuSampler(config.vocab_size, options.max_num_seqs, device),
     )
 
 
@@ -219,20 +282,34 @@ def pool_shape(options: RunnerOptions, config: ModelConfig, dtype: torch.dtype) 
     return replace(shape, max_model_len=wanted)
 
 
-def _device(options: RunnerOptions) -> torch.device:
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise OptionsError("device is cuda; torch finds no usable CUDA device here; use cpu or auto")
-    if options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available()):
-        raise OptionsError("device cuda: the model has no GPU path yet; set the device to cpu")
-    return torch.device("cpu")
+def _chooses_gpu(options: RunnerOptions, source: ModelSource) -> bool:
+    """`auto` takes a GPU for what has a path there; `cuda` insists and says what is missing."""
+    if options.device == "cpu" or (options.device == "auto" and not torch.cuda.is_available()):
+        return False
+    missing = None
+    if not torch.cuda.is_available():
+        missing = "torch finds no usable CUDA device here"
+    elif source.format is ModelFormat.HUGGING_FACE and not is_native(source.path):
+        missing = "models that run through transformers have no path there yet"
+    elif open_checkpoint(source, torch.float32).config.gemma3 is not None:
+        missing = "Gemma 3 has no path there yet"
+    elif options.quantization != "none":
+        missing = f"quantization {options.quantization} has no path there yet"
+    if missing is not None and options.device == "cuda":
+        raise OptionsError(f"device is cuda; {missing}; use cpu or auto")
+    return missing is None
 
 
-def _dtype(options: RunnerOptions) -> torch.dtype:
+def _gpu_dtype(options: RunnerOptions) -> torch.dtype:
+    return torch.bfloat16 if options.dtype == "auto" else _DTYPES[options.dtype]
+
+
+def _cpu_dtype(options: RunnerOptions) -> torch.dtype:
     if options.dtype == "auto":
         return torch.bfloat16 if has_native_bfloat16() else torch.float32
     if options.dtype == "float16":
         raise OptionsError("dtype is float16; on the cpu use bfloat16, float32 or auto")
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
+    return _DTYPES[options.dtype]
 
 
 def has_native_bfloat16() -> bool:

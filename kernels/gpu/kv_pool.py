@@ -37,6 +37,10 @@ class GpuKVPool:
         self.blocks = torch.zeros(shape, dtype=dtype, device=device)
 
     @property
+    def device(self) -> torch.device:
+        return self.blocks.device
+
+    @property
     def nbytes(self) -> int:
         return self.blocks.nbytes
 

@@ -12,6 +12,7 @@ from kernels.models import fused_step
 from kernels.models.rope import rotary_tables
 from kernels.ops.cpu.jit import cpu_kernels_supported
 from kernels.ops.cpu.tasks import END_STAMP, PHASE_BYTES, START_STAMP
+from kernels.ops.cpu.threads import run_on_threads
 from kernels.ops.linear.cpu import TILE_BYTES, describe
 from kernels.ops.linear.packing import PackedLinear, pack_gate_up, pack_linear
 from kernels.ops.paged_attention.cpu import MAX_QUERIES, SEGMENT, scratch_bytes
@@ -109,16 +110,18 @@ class FusedDecoder:
             max(-(-scratch_bytes(group, config.head_dim) // 64) * 64, wide * 4, TILE_BYTES) + 4096
         )
         num_counters = 1 + config.num_layers * fused_step.PHASES_PER_LAYER + fused_step.EXTRA_PHASES
-        self._counters = torch.zeros(num_counters * PHASE_BYTES, dtype=torch.uint8)
+        self._counters = np.zeros((num_counters, PHASE_BYTES // 8), np.int64)
         self._scratch = torch.zeros(self._num_threads * scratch_stride, dtype=torch.uint8)
         for name, value in {
+            "layers": self._layers.ctypes.data,
+            "linears": self._linears.ctypes.data,
             "embedding": self._embedding.data_ptr(),
             "final_norm": final_norm,
             "cos": self._cos.data_ptr(),
             "sin": self._sin.data_ptr(),
             "keys": pool.keys.data_ptr(),
             "values": pool.values.data_ptr(),
-            "counters": self._counters.data_ptr(),
+            "counters": self._counters.ctypes.data,
             "scratch": self._scratch.data_ptr(),
             "scratch_stride": scratch_stride,
             "num_layers": config.num_layers,
@@ -180,8 +183,8 @@ class FusedDecoder:
 
     def stamps(self) -> list[int]:
         """Time-stamp counter at the last step's start and at the end of each of its phases; 0 where it had none."""
-        words = self._counters.view(torch.int64).view(-1, PHASE_BYTES // 8)
-        return [int(words[0, START_STAMP // 8]), *words[:, END_STAMP // 8].tolist()]
+        ends: list[int] = self._counters[:, END_STAMP // 8].tolist()
+        return [int(self._counters[0, START_STAMP // 8]), *ends]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         num_tokens, num_sampled = batch.token_ids.shape[0], batch.sample_indices.shape[0]
@@ -210,8 +213,10 @@ class FusedDecoder:
         for name, tensor in inputs.items():
             step[name] = tensor.data_ptr()
         step["items"] = items.ctypes.data
-        self._counters.zero_()
-        fused_step.run_step(self._step, self._layers, self._linears.ctypes.data, self._num_threads)
+        # By NumPy: torch would wake its threads to clear 40 KB, and wait for them.
+        self._counters.fill(0)
+        step["num_started"] = 0
+        run_on_threads(fused_step.work, self._step.ctypes.data, self._num_threads)
         return logits
 
     def _check(self, batch: ForwardBatch) -> None:

@@ -6,10 +6,9 @@ Arithmetic is bfloat16 (or int8) products with float32 sums; the residual stream
 from typing import Any
 
 import numpy as np
-from numba import prange
 
-from kernels.ops.cpu.intrinsics import cycles, f32, i32, i64, u16
-from kernels.ops.cpu.jit import call, device, kernel
+from kernels.ops.cpu.intrinsics import cycles, f32, fetch_add, i32, i64, pointer_to, u16
+from kernels.ops.cpu.jit import call, device, numba, unit
 from kernels.ops.cpu.tasks import PHASE_BYTES, START_STAMP, done, draw, wait
 from kernels.ops.cpu.vector_math import from_bf16
 from kernels.ops.linear.cpu import ADD, LINEAR_BYTES, NUM_GROUPS, NUM_INPUTS, SILU_MUL, STORE, linear_phase
@@ -23,7 +22,7 @@ _ROWS_PER_TILE = 8
 _ITEMS_FOR_WHOLE_ROWS = 16
 
 _ADDRESSES = (
-    "embedding token_ids positions slots tables query_start context_lens sample_indices items "
+    "layers linears embedding token_ids positions slots tables query_start context_lens sample_indices items "
     "final_norm cos sin keys values x normed scales qkv query attended mid codes logits counters scratch"
 )
 UNITS = (linear_phase, rms_norm_phase, quantize_phase, rotate_and_store_phase, attend)
@@ -33,8 +32,10 @@ _NUMBERS = (
     "num_tokens num_sampled num_items table_stride layer_kv_bytes block_kv_bytes scratch_stride "
     "qkv_width logits_width"
 )
-STEP = np.dtype([(name, np.int64) for name in (*_ADDRESSES.split(), *_NUMBERS.split(), *UNIT_NAMES)])
-"""Everything a step reads and writes: addresses, then sizes (strides in bytes), then the units' addresses."""
+STEP = np.dtype(
+    [(name, np.int64) for name in ("num_started", *_ADDRESSES.split(), *_NUMBERS.split(), *UNIT_NAMES)]
+)
+"""Everything a step reads and writes: a counter of threads, addresses, sizes (strides in bytes), units."""
 
 LAYER = np.dtype([(name, np.int64) for name in ("input_norm", "post_norm", "query_norm", "key_norm")])
 """Addresses of a layer's float32 norm weights; the last two 0 where the model has none."""
@@ -43,17 +44,17 @@ QKV, OUT, GATE_UP, DOWN = 0, 1, 2, 3
 LINEARS_PER_LAYER = 4
 
 
-@kernel
-def run_step(steps: Any, layers: Any, linears: int, num_threads: int) -> None:
-    """steps: one STEP; layers: a LAYER each; linears: address of each layer's four and then the head."""
-    for thread in prange(num_threads):
-        _work(steps, layers, linears, np.int64(thread))
+_step_at = pointer_to(numba.from_dtype(STEP))
+_layers_at = pointer_to(numba.from_dtype(LAYER))
 
 
-@device
-def _work(steps: Any, layers: Any, linears: int, thread: int) -> None:
-    step = steps[0]
-    scratch = step.scratch + thread * step.scratch_stride
+@unit
+def work(address: int) -> None:
+    """One thread's share of the STEP at `address`; run it on as many threads as the step has scratch for."""
+    step = numba.carray(_step_at(address), 1)[0]
+    layers = numba.carray(_layers_at(step.layers), step.num_layers)
+    linears = step.linears
+    scratch = step.scratch + fetch_add(address, 1) * step.scratch_stride
     start = i64(step.counters + START_STAMP)
     if start[0] == 0:
         start[0] = cycles()

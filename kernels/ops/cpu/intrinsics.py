@@ -10,7 +10,9 @@ from kernels.ops.cpu.jit import intrinsic, types
 I8, I32, I64, F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
-def _pointer(element: Any) -> Any:
+def pointer_to(element: Any) -> Any:
+    """A function from an address to a pointer at values of a Numba type."""
+
     @intrinsic
     def pointer(typing_context: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -21,12 +23,12 @@ def _pointer(element: Any) -> Any:
     return pointer
 
 
-f32 = _pointer(types.float32)
-i64 = _pointer(types.int64)
-i32 = _pointer(types.int32)
-u16 = _pointer(types.uint16)
-u32 = _pointer(types.uint32)
-u8 = _pointer(types.uint8)
+f32 = pointer_to(types.float32)
+i64 = pointer_to(types.int64)
+i32 = pointer_to(types.int32)
+u16 = pointer_to(types.uint16)
+u32 = pointer_to(types.uint32)
+u8 = pointer_to(types.uint8)
 
 
 @intrinsic

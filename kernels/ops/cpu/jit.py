@@ -1,4 +1,4 @@
-"""How the CPU kernels are compiled: Numba with LLVM intrinsics, kept on disk, run on torch's OpenMP threads.
+"""How the CPU kernels are compiled: Numba with LLVM intrinsics, kept on disk, run without the GIL.
 
 Numba compiles a function again inside each of its callers. So the large pieces are `unit`s: compiled once, to a
 plain C function of int64 arguments, and called by address.
@@ -6,7 +6,6 @@ plain C function of int64 arguments, and called by address.
 
 import ctypes
 import hashlib
-import importlib
 import os
 import tempfile
 from collections.abc import Callable
@@ -34,15 +33,9 @@ _NEEDED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512v
 
 @cache
 def cpu_kernels_supported() -> bool:
-    """Whether this processor has the bfloat16 and int8 dot products, and Numba its OpenMP layer."""
+    """Whether this processor has the bfloat16 and int8 dot products, and Numba may compile."""
     features = llvm.get_host_cpu_features()
-    if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0" or not all(features.get(name) for name in _NEEDED):
-        return False
-    try:
-        importlib.import_module("numba.np.ufunc.omppool")
-    except ImportError:
-        return False
-    return True
+    return os.environ.get("NUMBA_DISABLE_JIT", "0") == "0" and all(features.get(name) for name in _NEEDED)
 
 
 class Unit:
@@ -81,12 +74,6 @@ def device(function: Callable[..., Any]) -> Any:
     return numba.njit(**_OPTIONS)(function)
 
 
-def kernel(function: Callable[..., None]) -> Any:
-    """Compile an entry point whose `prange` runs in parallel; the GIL is released."""
-    _use_cache_folder()
-    return numba.njit(parallel=True, cache=True, **_OPTIONS)(function)
-
-
 def intrinsic(function: Callable[..., Any]) -> Any:
     """Emit LLVM instructions where a kernel calls it."""
     return numba_intrinsic(function)
@@ -121,10 +108,8 @@ def _sources_digest() -> str:
 
 @cache
 def _use_cache_folder() -> None:
-    # Numba looks only at the entry point's own file when it decides whether a cached kernel is stale, so
+    # Numba looks only at the unit's own file when it decides whether a cached kernel is stale, so
     # the folder's name is a hash of all kernel sources.
-    if numba.config.THREADING_LAYER == "default":
-        numba.config.THREADING_LAYER = "omp"
     if numba.config.CACHE_DIR:
         return
     digest = _sources_digest()

@@ -11,10 +11,11 @@ from kernels.gpu.bench import LLAMA_8B, RandomWeights
 from kernels.gpu.checks.attention import AttentionCase, check_attention
 from kernels.gpu.decoder import GpuDecoderModel
 from kernels.gpu.kv_pool import GpuKVPool
-from kernels.gpu.sampler import GpuSampler
-from kernels.model_runner import ModelRunner, PoolShape
+from kernels.kv_pool import bytes_per_block
+from kernels.model_runner import load_on_gpu
 from kernels.ops.store_kv.gpu import KVBlocks, Rotary, store_kv
 from kernels.registry import ModelFormat, ModelSource
+from kernels.runner import RunnerOptions
 from kernels.weights import open_checkpoint
 from tests.kernels.driving import Driver, Generation
 from tests.kernels.gpu.test_decoder import SMALL, make_batch
@@ -29,10 +30,15 @@ def check_greedy_tokens(folder: Path, device: torch.device, num_tokens: int) -> 
     checkpoint = open_checkpoint(
         ModelSource(save(model, folder), ModelFormat.HUGGING_FACE, "tiny"), torch.float32
     )
-    pool = GpuKVPool(checkpoint.config, 12, 16, torch.float32, device)
-    ours = GpuDecoderModel(checkpoint.config, checkpoint.weights, pool, dtype=torch.float32)
-    runner = ModelRunner(ours, PoolShape(12, 16, 96), max_num_seqs=4, max_num_batched_tokens=64)
-    runner._sampler = GpuSampler(checkpoint.config.vocab_size, 4, device)
+    options = RunnerOptions(
+        "tiny",
+        block_size=16,
+        kv_cache_bytes=12 * bytes_per_block(checkpoint.config, 16, torch.float32),
+        max_num_seqs=4,
+        max_model_len=96,
+        max_num_batched_tokens=64,
+    )
+    runner = load_on_gpu(options, checkpoint, torch.float32, device)
     driver = Driver(runner, chunk_tokens=20)
     prompts = [[(11 * i + 7 * j) % 199 for j in range(length)] for i, length in enumerate((31, 3))]
     generations = [Generation(f"g{i}", prompt, num_tokens) for i, prompt in enumerate(prompts)]
