@@ -106,9 +106,7 @@ class FusedDecoder:
         config, pool, step = self.config, self.kv_pool, self._step[0]
         group = config.num_heads // config.num_kv_heads
         wide = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-        scratch_stride = (
-            max(-(-scratch_bytes(group, config.head_dim) // 64) * 64, wide * 4, TILE_BYTES) + 4096
-        )
+        scratch_stride = max(scratch_bytes(group, config.head_dim), wide * 4, TILE_BYTES) // 64 * 64 + 4096
         num_counters = 1 + config.num_layers * fused_step.PHASES_PER_LAYER + fused_step.EXTRA_PHASES
         self._counters = np.zeros((num_counters, PHASE_BYTES // 8), np.int64)
         self._scratch = torch.zeros(self._num_threads * scratch_stride, dtype=torch.uint8)

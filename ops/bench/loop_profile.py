@@ -2,10 +2,10 @@
 
     python -m ops.bench.loop_profile [--streams 32] [--tokens 128] [--json]
 
-Runs a whole worker (embedded Kafka and Redis in processes of their own, the real model) and reads the CPU clock of the
-event loop's thread in every step, between two steps in which all streams run. Everything on that thread is counted: scheduler,
-detokenizer, publisher, Kafka client, Redis client, asyncio itself. The share is of wall time per step, so other load on
-the machine makes it smaller, not larger, while `loop_ms` stays comparable.
+Runs a whole worker (embedded Kafka and Redis in processes of their own, the real model) and reads the CPU clock of
+the event loop's thread in every step in which all streams run. Everything on that thread is counted: scheduler,
+detokenizer, publisher, Kafka client, Redis client, asyncio itself, and the client that waits for the results.
+Other load on the machine lengthens the model's step and so lowers the share; `loop_cpu_ms_per_step` stays comparable.
 """
 
 import argparse
