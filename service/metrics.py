@@ -82,15 +82,14 @@ class Metrics:
 
     def _make_edges(self) -> None:
         self.incomplete_offsets = self._gauge("incomplete_offsets", "Records fetched but not yet complete.")
-        self.commit_metadata_bytes = self._gauge("commit_metadata_bytes", "Largest commit metadata in use.")
         self.head_of_line_age = self._gauge(
             "head_of_line_age_seconds", "Age of the oldest record that holds back a commit."
         )
-        self.refetched_bytes = self._counter("refetched_bytes", "Bytes fetched again after a pause.")
         self.consumer_rebuilds = self._counter("consumer_rebuilds", "Consumers replaced by the watchdog.")
         self.rebalances = self._counter("rebalances", "Partition assignments received.")
-        self.redis_backlog_events = self._gauge("redis_backlog_events", "Stream events not yet in Redis.")
+        self.redis_backlog_jobs = self._gauge("redis_backlog_jobs", "Jobs with events not yet in Redis.")
         self.redis_backlog_bytes = self._gauge("redis_backlog_bytes", "Bytes of those events.")
-        self.redis_flush = self._latency("redis_flush_seconds", "One pipelined round trip to Redis.", ())
+        self.redis_round_trips = self._counter("redis_round_trips", "Pipelined round trips to Redis.")
+        self.redis_round_trip_s = self._counter("redis_round_trip_seconds", "Time spent in them.")
         self.dependency_up = self._gauge("dependency_up", "1 while the dependency answers.", ("dependency",))
         self.loop_lag = self._latency("loop_lag_seconds", "How late the event loop ran a timer.", ())

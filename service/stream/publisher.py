@@ -76,6 +76,11 @@ class StreamPublisher:
         return self._pump.healthy
 
     @property
+    def round_trip_s(self) -> float:
+        """Total time of all round trips."""
+        return self._pump.round_trip_s
+
+    @property
     def num_round_trips(self) -> int:
         return self._pump.num_round_trips
 

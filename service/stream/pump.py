@@ -49,6 +49,7 @@ class Pump:
         self._in_flight_since: float | None = None
         self._working = False
         self.num_round_trips = 0
+        self.round_trip_s = 0.0
         self.num_failures = 0
         self.num_lost = 0
         """Writes that found a Redis which had forgotten acknowledged events."""
@@ -128,7 +129,8 @@ class Pump:
         outboxes = [outbox for outbox in self._due if outbox.dirty]
         self._requests, self._due = [], {}
         commands = [request.command for request in requests] + [outbox.command() for outbox in outboxes]
-        self._in_flight_since = asyncio.get_running_loop().time()
+        clock = asyncio.get_running_loop().time
+        self._in_flight_since = started_s = clock()
         try:
             replies = await self._link.round_trip(commands or [_PING])
         except BaseException:
@@ -138,6 +140,7 @@ class Pump:
         finally:
             self._in_flight_since = None
         self.num_round_trips += 1
+        self.round_trip_s += clock() - started_s
         if commands:
             self._distribute(requests, outboxes, replies)
         self._working = True

@@ -21,7 +21,7 @@ class Observer:
         self._engine = engine
         self._consumer = consumer
         self._publisher = publisher
-        self._counted: dict[str, int] = {}
+        self._counted: dict[str, float] = {}
 
     def step(self, plan: StepPlan, result: StepResult) -> None:
         """One step came back (event loop)."""
@@ -35,12 +35,9 @@ class Observer:
             )
 
     async def run(self, wall_clock: Callable[[], float]) -> None:
-        """Sample for ever; cancel it to stop. The timer's lateness is the loop lag."""
-        loop = asyncio.get_running_loop()
+        """Sample for ever; cancel it to stop."""
         while True:
-            due_s = loop.time() + SAMPLE_INTERVAL_S
             await asyncio.sleep(SAMPLE_INTERVAL_S)
-            self._metrics.loop_lag.observe(max(0.0, loop.time() - due_s))
             self._sample_scheduler(self._engine.scheduler.stats())
             self._sample_edges(wall_clock())
 
@@ -65,11 +62,13 @@ class Observer:
         metrics.consumer_rebuilds.inc(self._grown("rebuilds", consumer.rebuilds))
         metrics.rebalances.inc(self._grown("assignments", consumer.assignments))
         metrics.redis_backlog_bytes.set(publisher.backlog_bytes)
-        metrics.redis_backlog_events.set(publisher.backlog_jobs)
+        metrics.redis_backlog_jobs.set(publisher.backlog_jobs)
+        metrics.redis_round_trips.inc(self._grown("round_trips", publisher.num_round_trips))
+        metrics.redis_round_trip_s.inc(self._grown("round_trip_s", publisher.round_trip_s))
         metrics.dependency_up.labels(dependency="kafka").set(consumer.ready)
         metrics.dependency_up.labels(dependency="redis").set(publisher.healthy)
 
-    def _grown(self, name: str, total: int) -> int:
+    def _grown(self, name: str, total: float) -> float:
         """By how much a total of another part has grown since it was last asked for."""
         grown = total - self._counted.get(name, 0)
         self._counted[name] = total

@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from kernels.registry import resolve_model
-from service.admin import AdminServer
+from service.admin import AdminServer, watch_loop_lag
 from service.engine import start_step_thread
 from service.errors import InternalError
 from service.grammar import load_grammars
@@ -103,6 +103,7 @@ class Worker:
             _task(parts.listener.run(), "cancel-listener"),
             _task(parts.consumer.run(), "consumer"),
             _task(parts.observer.run(time.time), "observer"),
+            _task(watch_loop_lag(self.metrics.loop_lag.observe), "loop-lag"),
         ]
         await parts.producer.start()
         config = parts.engine.scheduler.config
@@ -157,7 +158,7 @@ class Worker:
         await parts.grammars.close()
         await parts.producer.stop(HANDBACK_S)
         for task in tasks:
-            if task.get_name() in ("observer", "cancel-listener"):
+            if task.get_name() in ("observer", "loop-lag", "cancel-listener"):
                 task.cancel()
         _, pending = await asyncio.wait(tasks, timeout=HANDBACK_S)
         for task in pending:
