@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kernels.errors import OptionsError
 from kernels.runner import Runner
 from scheduler.plan import SamplingParams, ScheduledRow, StepPlan
 
@@ -33,6 +34,9 @@ class PrefillFigures:
     chunk_tokens: int
     best_s: float
     median_s: float
+    """Of all prompts."""
+    median_step_ms: float
+    """Mean over a run's chunks, at the median."""
     prompt_tokens_per_s: float
     """At the median."""
 
@@ -40,7 +44,10 @@ class PrefillFigures:
 def bench_decode(
     runner: Runner, batches: Sequence[int] = (1, 8, 32, 64), *, context_tokens: int = 150, repeats: int = 20
 ) -> list[DecodeFigures]:
-    """Time steps at a context of `context_tokens`, K/V freshly computed. The largest batch must fit pool and runner."""
+    """Time steps at a context of `context_tokens`, K/V freshly computed. The largest batch must fit pool and runner.
+
+    Raises OptionsError when it does not fit the pool.
+    """
     prompts = _Prompts(runner, max(batches), context_tokens)
     prompts.compute(chunk_tokens=min(64, context_tokens))
     return [_decode_figures(prompts, batch, context_tokens, repeats) for batch in batches]
@@ -63,8 +70,16 @@ def bench_prefill(
         prompts.compute(chunk_tokens)
         times.append(time.perf_counter() - started_s)
     median_s = statistics.median(times)
-    per_s = num_prompts * prompt_tokens / median_s
-    return PrefillFigures(num_prompts, prompt_tokens, chunk_tokens, min(times), median_s, per_s)
+    num_steps = num_prompts * -(-prompt_tokens // chunk_tokens)
+    return PrefillFigures(
+        num_prompts=num_prompts,
+        prompt_tokens=prompt_tokens,
+        chunk_tokens=chunk_tokens,
+        best_s=min(times),
+        median_s=median_s,
+        median_step_ms=median_s / num_steps * 1e3,
+        prompt_tokens_per_s=num_prompts * prompt_tokens / median_s,
+    )
 
 
 def _decode_figures(prompts: "_Prompts", batch: int, context_tokens: int, repeats: int) -> DecodeFigures:
@@ -78,12 +93,12 @@ def _decode_figures(prompts: "_Prompts", batch: int, context_tokens: int, repeat
 
 
 class _Prompts:
-    """Requests of equal length, each in its own blocks."""
+    """Requests of equal length, each in its own blocks. Raises OptionsError when the runner has no room for them."""
 
     def __init__(self, runner: Runner, num_prompts: int, num_tokens: int) -> None:
         blocks = -(-num_tokens // runner.block_size)
         if num_prompts * blocks > runner.num_blocks or num_tokens > runner.max_model_len:
-            raise ValueError(
+            raise OptionsError(
                 f"{num_prompts} × {num_tokens} tokens need {num_prompts * blocks} blocks and a model length of "
                 f"{num_tokens}; there are {runner.num_blocks} blocks and {runner.max_model_len} tokens"
             )

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from service.cli.bench_commands import bench
+
 app = typer.Typer(
     name="tailrace",
     help="Event-driven LLM inference: jobs arrive on Kafka, tokens stream out through Redis.",
@@ -14,7 +16,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 dlq = typer.Typer(help="Dead letters: records that could not be run.", no_args_is_help=True)
-bench = typer.Typer(help="Throughput and latency, measured.", no_args_is_help=True)
 app.add_typer(dlq, name="dlq")
 app.add_typer(bench, name="bench")
 
@@ -142,37 +143,6 @@ def lab(
     from service.cli import lab as command
 
     command.lab(example=example.value if example else None, requests=requests, slots=slots, as_json=as_json)
-
-
-Limit = Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")]
-Slots = Annotated[int | None, typer.Option(min=1, max=1_024, help="Default: TAILRACE_MAX_NUM_SEQS.")]
-
-
-@bench.command("offline")
-def bench_offline(
-    workload: Annotated[Path, typer.Option(help='JSON list of {"prompt_tokens", "max_tokens"}.')],
-    policy: Annotated[str, typer.Option(help="continuous, static or both.")] = "continuous",
-    limit: Limit = None,
-    slots: Slots = None,
-    as_json: Json = False,
-) -> None:
-    """All requests of a workload at once through the engine, without Kafka and Redis."""
-    from service.cli import bench as command
-
-    command.offline(workload, policies=policy, limit=limit, slots=slots, as_json=as_json)
-
-
-@bench.command("service")
-def bench_service(
-    workload: Annotated[Path, typer.Option(help='JSON list of {"prompt_tokens", "max_tokens"}.')],
-    limit: Limit = None,
-    slots: Slots = None,
-    as_json: Json = False,
-) -> None:
-    """The same workload through Kafka and Redis and through the engine alone, and the ratio of both."""
-    from service.cli import bench as command
-
-    command.service(workload, limit=limit, slots=slots, as_json=as_json)
 
 
 @app.command()

@@ -8,6 +8,9 @@ from typing import Any
 
 import orjson
 
+from kernels.runner import Quantization
+from service.cli import baseline
+from service.cli.bench_steps import quantized
 from service.cli.console import note, print_json, print_table, run
 from service.cli.engine_run import run_engine
 from service.cli.local import local_service
@@ -23,13 +26,22 @@ from service.wire import Result
 POLICIES = ("continuous", "static")
 
 
-def offline(workload: Path, *, policies: str, limit: int | None, slots: int | None, as_json: bool) -> None:
+def offline(
+    workload: Path, *, policies: str, limit: int | None, slots: int | None, quantization: Quantization | None,
+    naive_limit: int | None, as_json: bool,
+) -> None:  # fmt: skip
+    """`naive_limit` not None: compare with transformers, so many requests one at a time."""
     names = [name.strip() for name in policies.split(",")]
     unknown = [name for name in names if name not in POLICIES]
     if unknown:
         raise SettingsError(f"--policy: {unknown[0]!r} is not one of {', '.join(POLICIES)}")
-    settings = _with_slots(load_settings(), slots)
+    settings = quantized(_with_slots(load_settings(), slots), quantization)
+    if naive_limit is not None:
+        baseline.check_settings(settings)
     report = run(_offline(settings, workload, names, limit))
+    if naive_limit is not None:
+        requests = load_workload(workload, limit, local_tokenizer(settings))
+        report |= baseline.compare(settings, requests, report["runs"], naive_limit)
     _show(report, as_json=as_json)
 
 
@@ -137,6 +149,8 @@ def _show(report: dict[str, Any], *, as_json: bool) -> None:
         "run", "output tok/s", "total s", "steps", "slot use", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99"
     )  # fmt: skip
     print_table(columns, rows, title=f"{report['workload']}, {report['slots']} slots", right=True)
+    if "baselines" in report:
+        baseline.show(report)
     failed = sum(each.get("failed", 0) for each in report["runs"].values())
     if failed:
         note(f"{failed} requests failed")

@@ -12,13 +12,11 @@ T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a command's coroutine; log lines of libraries go to standard error, warnings and up.
+    """Run a command's coroutine.
 
     SIGTERM unwinds it like Ctrl-C, and so does SIGINT where a shell had it ignored for a background job.
     """
-    from service.log import configure_logging
-
-    configure_logging("warning", "console" if sys.stderr.isatty() else "json")
+    log_warnings()
     ended_by: list[signal.Signals] = []
     try:
         return asyncio.run(_interruptible(main, ended_by))
@@ -26,6 +24,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         if not ended_by:
             raise
         sys.exit(128 + ended_by[0])
+
+
+def log_warnings() -> None:
+    """Log lines, ours and those of libraries, go to standard error, warnings and up."""
+    from service.log import configure_logging
+
+    configure_logging("warning", "console" if sys.stderr.isatty() else "json")
 
 
 async def _interruptible(main: Coroutine[Any, Any, T], ended_by: list[signal.Signals]) -> T:

@@ -49,6 +49,9 @@ def load(settings: Settings) -> Runner:
         )
     )
     runner.warmup()
+    from kernels.memory import release_free_memory
+
+    release_free_memory()
     return runner
 
 

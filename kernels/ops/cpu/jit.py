@@ -7,6 +7,7 @@ plain C function of int64 arguments, and called by address.
 import ctypes
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from functools import cache, cached_property
@@ -28,6 +29,7 @@ Float = Any
 # NaN and infinity must survive (a poisoned row is found by its logits), so neither `nnan` nor `ninf`.
 _FAST_MATH = {"reassoc", "nsz", "arcp", "contract"}
 _OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": _FAST_MATH, "error_model": "numpy"}
+_KEPT_VERSIONS = 8
 _NEEDED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512vnni")
 
 
@@ -47,9 +49,8 @@ class Unit:
 
     @cached_property
     def _compiled(self) -> Any:
-        _use_cache_folder()
         signature = types.void(*[types.int64] * self.num_arguments)
-        return numba.cfunc(signature, cache=True, **_OPTIONS)(self._function)
+        return numba.cfunc(signature, cache=_use_cache_folder(), **_OPTIONS)(self._function)
 
     @property
     def address(self) -> int:
@@ -107,20 +108,38 @@ def _sources_digest() -> str:
 
 
 @cache
-def _use_cache_folder() -> None:
+def _use_cache_folder() -> bool:
+    """Whether there is one; without, every process compiles for itself."""
     # Numba looks only at the unit's own file when it decides whether a cached kernel is stale, so
     # the folder's name is a hash of all kernel sources.
     if numba.config.CACHE_DIR:
-        return
-    digest = _sources_digest()
+        return True
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = f"kernels-{_sources_digest()}"
     for folder in (base / "tailrace", Path(tempfile.gettempdir()) / f"tailrace-{os.getuid()}"):
-        target = folder / f"kernels-{digest}"
-        try:
-            target.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=target):
-                pass
-        except OSError:
-            continue
-        numba.config.CACHE_DIR = str(target)
-        return
+        if _is_ours_to_write(folder / name):
+            numba.config.CACHE_DIR = str(folder / name)
+            _forget_old(folder)
+            return True
+    return False
+
+
+def _is_ours_to_write(folder: Path) -> bool:
+    """Cached kernels are loaded as code: a folder that somebody else could write to is not used."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for each in (folder, folder.parent):
+            status = each.stat()
+            if status.st_uid != os.getuid() or status.st_mode & 0o022:
+                return False
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _forget_old(folder: Path) -> None:
+    """Keep the kernels of the last few versions; processes that run older ones have them in memory."""
+    versions = sorted(folder.glob("kernels-*"), key=lambda version: version.stat().st_mtime, reverse=True)
+    for version in versions[_KEPT_VERSIONS:]:
+        shutil.rmtree(version, ignore_errors=True)

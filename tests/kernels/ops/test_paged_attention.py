@@ -2,7 +2,9 @@ import pytest
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.ops.paged_attention import cpu, portable
+from kernels.ops.paged_attention import portable
+from kernels.ops.paged_attention.cpu import MAX_QUERIES
+from kernels.ops.paged_attention.cpu_row import attend_row
 from kernels.ops.paged_attention.reference import paged_attention_reference
 from tests.kernels.ops.blocks import Layer, make_layer
 
@@ -21,9 +23,7 @@ def _reference(query: torch.Tensor, layer: Layer, length: int, window: int | Non
 
 def _attend(query: torch.Tensor, layer: Layer, length: int, window: int | None = None) -> torch.Tensor:
     position = length - query.shape[0]
-    return cpu.attend_row(
-        query, layer.keys, layer.values, layer.tables[0].contiguous(), position, window
-    ).float()
+    return attend_row(query, layer.keys, layer.values, layer.tables[0].contiguous(), position, window).float()
 
 
 def _queries(num_tokens: int, num_heads: int, head_dim: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ def test_decode_at_block_and_segment_edges(length: int) -> None:
 @pytest.mark.parametrize("head_dim", [16, 48, 80, 128])
 def test_group_sizes_and_head_sizes(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     layer = make_layer([45], num_kv_heads, head_dim, block_size=16)
-    num_tokens = min(3, max(1, cpu.MAX_QUERIES * num_kv_heads // num_heads))
+    num_tokens = min(3, max(1, MAX_QUERIES * num_kv_heads // num_heads))
     query = _queries(num_tokens, num_heads, head_dim)
     torch.testing.assert_close(_attend(query, layer, 45), _reference(query, layer, 45), **TOLERANCE)
 

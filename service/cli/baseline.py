@@ -1,0 +1,73 @@
+"""The second half of `bench offline --baseline`: the same requests through transformers, and how we compare."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kernels.registry import resolve_model
+from service.cli.console import note, print_table
+from service.cli.workload import WorkloadRequest
+from service.errors import SettingsError
+from service.settings import Settings
+
+
+def check_settings(settings: Settings) -> None:
+    """Before anything is measured."""
+    if settings.engine != "model":
+        raise SettingsError("--baseline needs a model; TAILRACE_ENGINE is deterministic")
+
+
+def compare(
+    settings: Settings, requests: Sequence[WorkloadRequest], runs: Mapping[str, Any], naive_limit: int
+) -> dict[str, Any]:
+    """`baselines`, and `ratios` of the first run's output tokens per second over theirs (None: it failed).
+
+    On the caller's thread, for minutes, so that Ctrl-C ends it: our engine must have stopped.
+    """
+    from kernels.baseline import BaselineOptions, run_baselines  # takes seconds
+
+    options = BaselineOptions(
+        dtype="bfloat16" if settings.dtype == "auto" else settings.dtype,
+        device=settings.device,
+        num_threads=settings.num_threads,
+        naive_limit=naive_limit,
+        max_concurrent=settings.max_num_seqs,
+    )
+    outcomes = run_baselines(
+        resolve_model(settings.model),
+        [(request.prompt_token_ids, request.max_tokens) for request in requests],
+        options,
+        lambda name: note(f"{name} …"),
+    )
+    baselines = {name: asdict(outcome) for name, outcome in outcomes.items()}
+    ours = next(iter(runs.values()))["output_tokens_per_s"]
+    return {
+        "baseline_dtype": options.dtype,
+        "baselines": baselines,
+        "ratios": {name: _ratio(ours, each.get("output_tokens_per_s")) for name, each in baselines.items()},
+    }
+
+
+def _ratio(ours: float, theirs: float | None) -> float | None:
+    return None if theirs is None else round(ours / theirs, 2)
+
+
+def show(report: Mapping[str, Any]) -> None:
+    first = next(iter(report["runs"]))
+    rows = []
+    for name, each in report["baselines"].items():
+        ratio = report["ratios"][name]
+        if ratio is None:
+            note(f"{name} failed: {each['error']}")
+            continue
+        rows.append(
+            (
+                name,
+                f"{each['output_tokens_per_s']:.1f}",
+                f"{each['total_s']:.2f}",
+                each["requests"],
+                f"{ratio:.1f}×",
+            )
+        )
+    columns = ("baseline", "output tok/s", "total s", "requests", f"{first} against it")
+    print_table(columns, rows, title=f"transformers, {report['baseline_dtype']}", right=True)

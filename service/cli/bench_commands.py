@@ -1,0 +1,84 @@
+"""`tailrace bench` and its options; like those of `app`, each body imports what it runs."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+bench = typer.Typer(help="Throughput and latency, measured.", no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="JSON for programs.")]
+Workload = Annotated[Path, typer.Option(help='JSON list of {"prompt_tokens", "max_tokens"}.')]
+Limit = Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")]
+Slots = Annotated[int | None, typer.Option(min=1, max=1_024, help="Default: TAILRACE_MAX_NUM_SEQS.")]
+Quantized = Annotated[
+    Literal["none", "int8"] | None, typer.Option("--quantization", help="Default: TAILRACE_QUANTIZATION.")
+]
+
+
+@bench.command("offline")
+def bench_offline(
+    workload: Workload,
+    policy: Annotated[str, typer.Option(help="continuous, static or both.")] = "continuous",
+    limit: Limit = None,
+    slots: Slots = None,
+    quantization: Quantized = None,
+    baseline: Annotated[
+        Literal["transformers"] | None, typer.Option(help="Then the same requests through it: takes minutes.")
+    ] = None,
+    baseline_limit: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Requests generated one at a time.")
+    ] = 16,
+    as_json: Json = False,
+) -> None:
+    """All requests of a workload at once through the engine, without Kafka and Redis."""
+    from service.cli import bench as command
+
+    command.offline(
+        workload, policies=policy, limit=limit, slots=slots, quantization=quantization,
+        naive_limit=baseline_limit if baseline else None, as_json=as_json,
+    )  # fmt: skip
+
+
+@bench.command("service")
+def bench_service(
+    workload: Workload, limit: Limit = None, slots: Slots = None, as_json: Json = False
+) -> None:
+    """The same workload through Kafka and Redis and through the engine alone, and the ratio of both."""
+    from service.cli import bench as command
+
+    command.service(workload, limit=limit, slots=slots, as_json=as_json)
+
+
+@bench.command("decode")
+def bench_decode(
+    batch: Annotated[str, typer.Option(help="Requests per step, such as 1,8,32,64.")] = "1,8,32,64",
+    context: Annotated[int, typer.Option(min=1, max=1 << 20, help="Tokens that each attends to.")] = 150,
+    quantization: Quantized = None,
+    as_json: Json = False,
+) -> None:
+    """Steps in which each request gets one more token: ms and tokens/s by batch size, the model alone."""
+    from service.cli import bench_steps as command
+
+    command.decode(batch, context_tokens=context, quantization=quantization, as_json=as_json)
+
+
+@bench.command("prefill")
+def bench_prefill(
+    prompts: Annotated[int, typer.Option(min=1, max=1_024, help="How many, one after the other.")] = 4,
+    prompt_tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="Of each.")] = 1_024,
+    quantization: Quantized = None,
+    as_json: Json = False,
+) -> None:
+    """Prompts computed in steps of TAILRACE_MAX_NUM_BATCHED_TOKENS: ms per step and tokens/s, the model alone."""
+    from service.cli import bench_steps as command
+
+    command.prefill(prompts, prompt_tokens=prompt_tokens, quantization=quantization, as_json=as_json)
+
+
+@bench.command("gpu")
+def bench_gpu(as_json: Json = False) -> None:
+    """What the GPU can do, measured, and how much of it the kernels reach; an 8B model of random weights."""
+    from service.cli import bench_gpu as command
+
+    command.gpu(as_json=as_json)

@@ -1,0 +1,90 @@
+"""`tailrace bench decode` and `prefill`: the model's steps alone, on this thread."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kernels.bench import bench_decode, bench_prefill
+from kernels.runner import Quantization, Runner
+from service.cli.console import log_warnings, print_json, print_table
+from service.engine.build import load
+from service.errors import SettingsError
+from service.settings import Settings, load_settings
+
+MAX_BATCH = 1_024
+MAX_BATCHES = 32
+_DECODE_CHUNK_TOKENS = 64
+"""Of the steps that fill the K/V before steps are timed."""
+
+
+def decode(batch: str, *, context_tokens: int, quantization: Quantization | None, as_json: bool) -> None:
+    batches = _batches(batch)
+    settings = quantized(load_settings(), quantization)
+    # Room for the largest batch, whatever a worker would be given.
+    seats = max(settings.max_num_seqs, *batches)
+    settings = settings.model_copy(
+        update={
+            "max_num_seqs": seats,
+            "max_num_batched_tokens": max(settings.max_num_batched_tokens, seats, _DECODE_CHUNK_TOKENS),
+        }
+    )
+    runner = _load(settings)
+    lines = [asdict(figures) for figures in bench_decode(runner, batches, context_tokens=context_tokens)]
+    report = _about(settings, runner) | {"decode": [_rounded(line) for line in lines]}
+    _show(report, lines, f"decode, {context_tokens} tokens of context", as_json=as_json)
+
+
+def prefill(prompts: int, *, prompt_tokens: int, quantization: Quantization | None, as_json: bool) -> None:
+    settings = quantized(load_settings(), quantization)
+    runner = _load(settings)
+    figures = bench_prefill(
+        runner,
+        num_prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        chunk_tokens=min(settings.max_num_batched_tokens, prompt_tokens),
+    )
+    line = asdict(figures)
+    _show(_about(settings, runner) | {"prefill": _rounded(line)}, [line], "prefill", as_json=as_json)
+
+
+def quantized(settings: Settings, quantization: Quantization | None) -> Settings:
+    return settings if quantization is None else settings.model_copy(update={"quantization": quantization})
+
+
+def _batches(text: str) -> list[int]:
+    values = [value.strip() for value in text.split(",")]
+    if len(values) > MAX_BATCHES:
+        raise SettingsError(f"--batch names {len(values)} sizes; the limit is {MAX_BATCHES}")
+    for value in values:
+        if not (value.isascii() and value.isdecimal() and len(value) <= 4 and 1 <= int(value) <= MAX_BATCH):
+            raise SettingsError(f"--batch: {value!r} is not a number from 1 to {MAX_BATCH}")
+    return [int(value) for value in values]
+
+
+def _load(settings: Settings) -> Runner:
+    log_warnings()
+    return load(settings)
+
+
+def _about(settings: Settings, runner: Runner) -> dict[str, Any]:
+    dtype = getattr(runner, "dtype", settings.dtype)  # the deterministic engine has none
+    return {
+        "model": settings.model if settings.engine == "model" else settings.engine,
+        "dtype": str(dtype).removeprefix("torch."),
+        "quantization": settings.quantization,
+    }
+
+
+def _rounded(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in line.items()}
+
+
+def _show(report: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], what: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json(report)
+        return
+    title = f"{report['model']}, {report['dtype']}, quantization {report['quantization']}: {what}"
+    rows = [
+        [f"{value:.2f}" if isinstance(value, float) else value for value in line.values()] for line in lines
+    ]
+    print_table([name.replace("_", " ") for name in lines[0]], rows, title=title, right=True)
