@@ -32,6 +32,7 @@ def compare(
         num_threads=settings.num_threads,
         naive_limit=naive_limit,
         max_concurrent=settings.max_num_seqs,
+        cpu_batch_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
     )
     outcomes = run_baselines(
         resolve_model(settings.model),

@@ -19,7 +19,9 @@ Quantized = Annotated[
 @bench.command("offline")
 def bench_offline(
     workload: Workload,
-    policy: Annotated[str, typer.Option(help="continuous, static or both.")] = "continuous",
+    policy: Annotated[
+        str, typer.Option(help="continuous, static or both: continuous,static.")
+    ] = "continuous",
     limit: Limit = None,
     slots: Slots = None,
     quantization: Quantized = None,

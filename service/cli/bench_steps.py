@@ -1,10 +1,12 @@
 """`tailrace bench decode` and `prefill`: the model's steps alone, on this thread."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from kernels.bench import bench_decode, bench_prefill
+from kernels.errors import OptionsError
 from kernels.runner import Quantization, Runner
 from service.cli.console import log_warnings, print_json, print_table
 from service.engine.build import load
@@ -29,7 +31,8 @@ def decode(batch: str, *, context_tokens: int, quantization: Quantization | None
         }
     )
     runner = _load(settings)
-    lines = [asdict(figures) for figures in bench_decode(runner, batches, context_tokens=context_tokens)]
+    with _fitting():
+        lines = [asdict(figures) for figures in bench_decode(runner, batches, context_tokens=context_tokens)]
     report = _about(settings, runner) | {"decode": [_rounded(line) for line in lines]}
     _show(report, lines, f"decode, {context_tokens} tokens of context", as_json=as_json)
 
@@ -37,12 +40,11 @@ def decode(batch: str, *, context_tokens: int, quantization: Quantization | None
 def prefill(prompts: int, *, prompt_tokens: int, quantization: Quantization | None, as_json: bool) -> None:
     settings = quantized(load_settings(), quantization)
     runner = _load(settings)
-    figures = bench_prefill(
-        runner,
-        num_prompts=prompts,
-        prompt_tokens=prompt_tokens,
-        chunk_tokens=min(settings.max_num_batched_tokens, prompt_tokens),
-    )
+    chunk_tokens = min(settings.max_num_batched_tokens, prompt_tokens)
+    with _fitting():
+        figures = bench_prefill(
+            runner, num_prompts=prompts, prompt_tokens=prompt_tokens, chunk_tokens=chunk_tokens
+        )
     line = asdict(figures)
     _show(_about(settings, runner) | {"prefill": _rounded(line)}, [line], "prefill", as_json=as_json)
 
@@ -64,6 +66,15 @@ def _batches(text: str) -> list[int]:
 def _load(settings: Settings) -> Runner:
     log_warnings()
     return load(settings)
+
+
+@contextmanager
+def _fitting() -> Iterator[None]:
+    """Says which settings make room, where the runner has too little."""
+    try:
+        yield
+    except OptionsError as error:
+        raise SettingsError(f"{error}: raise TAILRACE_KV_CACHE_BYTES or TAILRACE_MAX_MODEL_LEN") from None
 
 
 def _about(settings: Settings, runner: Runner) -> dict[str, Any]:

@@ -6,6 +6,7 @@ killed, the servers end. Their own death signal covers the case that the supervi
 """
 
 import ctypes
+import functools
 import json
 import os
 import select
@@ -35,6 +36,7 @@ def main() -> int:
         for name, server in spec["servers"].items():
             logs[name] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
             servers[name] = _start(server["command"], logs[name])
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         deadline = time.monotonic() + spec["start_timeout_s"]
         for name, server in spec["servers"].items():
             problem = _wait_until_listening(servers[name], server["port"], deadline)
@@ -56,18 +58,24 @@ def _raise_exit(_signal: int, _frame: object) -> NoReturn:
 
 
 def _start(command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """A server that is either known to this process or does not live: SIGTERM waits until it is."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
         # Safe here: this process has one thread.
-        preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
+        preexec_fn=functools.partial(_in_server, os.getpid()),  # noqa: PLW1509
     )
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _in_server(supervisor: int) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:
+        os._exit(1)  # It was killed before the death signal was asked for.
 
 
 def _wait_until_listening(server: subprocess.Popen[bytes], port: int, deadline: float) -> str:
