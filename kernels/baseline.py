@@ -1,6 +1,6 @@
 """What transformers makes of the same requests: one at a time, in static batches, and batched continuously.
 
-Runs on the caller's thread for as long as it takes, with every core: nothing else should compute meanwhile.
+On the caller's thread, with every core; `baseline_process` gives it a process of its own.
 """
 
 import inspect
@@ -21,6 +21,7 @@ from kernels.baseline_model import load_baseline_model
 from kernels.registry import ModelSource
 
 STATIC_BATCH = 16
+NAMES = ("transformers_naive", f"transformers_static_{STATIC_BATCH}", "transformers_continuous")
 _PAGE_TOKENS = 256
 _SPARE_PAGES = 1.25
 """Below a share of free pages transformers admits nobody new; with these it never comes to that."""
@@ -68,33 +69,31 @@ _Way = Callable[[], AbstractContextManager[_Generate]]
 
 
 def run_baselines(
-    source: ModelSource,
-    requests: Sequence[Request],
-    options: BaselineOptions,
-    on_start: Callable[[str], None] = lambda _name: None,
-) -> dict[str, Outcome]:
-    """Greedy, ends of sequence ignored. A way that fails is reported and leaves the others alone."""
+    source: ModelSource, requests: Sequence[Request], options: BaselineOptions
+) -> Iterator[tuple[str, Outcome | None]]:
+    """Each of NAMES with None when it begins, then with its outcome. Greedy, ends of sequence ignored.
+
+    A way that fails is reported and leaves the others alone.
+    """
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     use_gpu = options.device != "cpu" and torch.cuda.is_available()
-    names = ("transformers_naive", f"transformers_static_{STATIC_BATCH}", "transformers_continuous")
     with _quiet():
         try:
             model = load_baseline_model(
                 source, getattr(torch, options.dtype), torch.device("cuda" if use_gpu else "cpu")
             )
         except Exception as error:
-            return dict.fromkeys(names, _failure(error))
+            yield from dict.fromkeys(NAMES, _failure(error)).items()
+            return
         ways: tuple[tuple[_Way, Sequence[Request]], ...] = (
             (lambda: nullcontext(partial(_naive, model)), requests[: options.naive_limit]),
             (lambda: nullcontext(partial(_static, model)), requests),
             (lambda: _continuous(model, requests, options), requests),
         )
-        outcomes: dict[str, Outcome] = {}
-        for name, (way, some) in zip(names, ways, strict=True):
-            on_start(name)
-            outcomes[name] = _measure(way, some)
-    return outcomes
+        for name, (way, some) in zip(NAMES, ways, strict=True):
+            yield name, None
+            yield name, _measure(way, some)
 
 
 @contextmanager

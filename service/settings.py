@@ -54,7 +54,9 @@ class Settings(BaseSettings):
     replication_factor: int = Field(1, ge=1, le=9, description="replicas of topics that a worker creates")
     session_timeout_s: float = Field(45.0, ge=6, le=300, description="a silent worker loses its partitions")
     max_poll_interval_s: float = Field(300.0, ge=10, le=3_600, description="longest gap between two polls")
-    max_attempts: int = Field(10, ge=1, le=1_000, description="a job begun more often without an end fails")
+    max_attempts: int = Field(
+        10, ge=1, le=1_000, description="a job begun so often in a row without a token fails"
+    )
     max_job_bytes: int = Field(1 << 20, ge=1 << 10, le=16 << 20, description="larger jobs are refused")
 
     # Redis

@@ -22,9 +22,10 @@ def compare(
 ) -> dict[str, Any]:
     """`baselines`, and `ratios` of the first run's output tokens per second over theirs (None: it failed).
 
-    On the caller's thread, for minutes, so that Ctrl-C ends it: our engine must have stopped.
+    Takes minutes and all cores: our engine must have stopped.
     """
-    from kernels.baseline import BaselineOptions, run_baselines  # takes seconds
+    from kernels.baseline import BaselineOptions  # takes seconds
+    from kernels.baseline_process import run_baselines_apart
 
     options = BaselineOptions(
         dtype="bfloat16" if settings.dtype == "auto" else settings.dtype,
@@ -34,7 +35,7 @@ def compare(
         max_concurrent=settings.max_num_seqs,
         cpu_batch_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
     )
-    outcomes = run_baselines(
+    outcomes = run_baselines_apart(
         resolve_model(settings.model),
         [(request.prompt_token_ids, request.max_tokens) for request in requests],
         options,

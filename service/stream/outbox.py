@@ -95,7 +95,7 @@ class Outbox:
         self._hashes = [hashlib.sha256() for _ in self._hashes]
 
     def start(self, attempt: int = 0) -> None:
-        if self._started or not self.attempt.streamed:
+        if self.closed or self._started or not self.attempt.streamed:
             return
         self._started = True
         self._start = Start(
@@ -110,7 +110,7 @@ class Outbox:
     def delta(
         self, index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
     ) -> None:
-        if not self.attempt.streamed:
+        if self.closed or not self.attempt.streamed:
             return
         assert self._ending is None, f"a delta of job {self.attempt.job_id} after its end"
         self.start()

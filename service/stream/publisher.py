@@ -14,10 +14,11 @@ from service.stream.outbox import Attempt, Ending, Outbox
 from service.stream.pump import Pump
 from service.stream.resp import pack_command
 from service.stream.resume import ResumedChoice, standing
-from service.stream.scripts import APPEND, OPEN, Script
+from service.stream.scripts import APPEND, HAND_BACK, OPEN, Script
 from service.wire.common import TokenLogprob
 from service.wire.event import Event, parse_event
 
+OPEN_REPLY_LEN = 6
 _LOG_PAGE = 512
 """Events read at once when a job is resumed; a page shares its round trip with the other jobs' events."""
 
@@ -41,6 +42,8 @@ class Opened:
     """One per choice when OPENED: what of earlier attempts stands, to be continued."""
     ended_status: str | None = None
     """How the holder ended; None while it has not."""
+    fruitless: int = 1
+    """When OPENED: attempts in a row, this one included, that neither brought a delta nor were handed back."""
     same_digest: bool = True
     """The holder's record has the same bytes."""
 
@@ -66,7 +69,7 @@ class StreamPublisher:
         self._config = config
         self._on_fenced = on_fenced
         self._append = append
-        self._pump = Pump(config, (OPEN, append), self._closed)
+        self._pump = Pump(config, (OPEN, append, HAND_BACK), self._closed)
         self._outboxes: dict[str, Outbox] = {}
         self.num_fenced = 0
 
@@ -127,18 +130,27 @@ class StreamPublisher:
         ttl_ms = self._config.ttl_s * 1000
         command = pack_command("EVALSHA", OPEN.sha, 2, keys.meta, keys.cancel, origin, digest, writer, ttl_ms)
         try:
-            outcome, epoch, same_digest, ended, cancelled = await self._pump.request(command)
+            reply = await self._pump.request(command)
+            if len(reply) != OPEN_REPLY_LEN:  # Lua cuts a reply at the first value that is none.
+                raise ResponseError("the epoch is not a number")
+            outcome, epoch, same_digest, ended, cancelled, fruitless = reply
             held = Outcome(outcome.decode())
             events = await self._read_log(keys.log) if stream and held is Outcome.OPENED and epoch > 1 else []
         except ResponseError as error:
             message = f"id {job_id!r}: its keys in Redis hold something else: {error}"
             raise JobError("stream_conflict", message, field="id", value=job_id, job_id=job_id) from error
         if held is not Outcome.OPENED:
-            return Opened(held, epoch, bool(cancelled), (), ended.decode() or None, bool(same_digest))
+            return Opened(
+                held,
+                epoch,
+                bool(cancelled),
+                ended_status=ended.decode() or None,
+                same_digest=bool(same_digest),
+            )
         resumed = standing(job_id, events, num_choices)
         attempt = Attempt(job_id, epoch, writer, origin, digest, stream, self._config.worker)
         self._register(Outbox(attempt, resumed, self._config, self._append))
-        return Opened(held, epoch, bool(cancelled), resumed)
+        return Opened(held, epoch, bool(cancelled), resumed, fruitless=fruitless)
 
     def restart(self, job_id: str, epoch: int) -> None:
         """Drop what `open` said to stand; the stream begins anew. Before `start`."""
@@ -191,14 +203,21 @@ class StreamPublisher:
             return False
         outbox.end(ending)
         self._pump.mark(outbox)
-        return await outbox.when_acknowledged()
+        try:
+            return await outbox.when_acknowledged()
+        finally:
+            if outbox.closed:
+                self._closed(outbox)
 
     def abandon(self, job_id: str, epoch: int) -> None:
         """Write nothing more for this attempt; the next one continues from what is in the log."""
         outbox = self._outbox(job_id, epoch)
-        if outbox is not None:
-            outbox.close(False)
-            self._closed(outbox)
+        if outbox is None:
+            return
+        outbox.close(False)
+        self._closed(outbox)
+        meta, attempt = JobKeys.of(job_id).meta, outbox.attempt
+        self._pump.post(pack_command("EVALSHA", HAND_BACK.sha, 1, meta, attempt.epoch, attempt.writer))
 
     def _outbox(self, job_id: str, epoch: int) -> Outbox | None:
         outbox = self._outboxes.get(job_id)
@@ -213,8 +232,9 @@ class StreamPublisher:
 
     def _closed(self, outbox: Outbox) -> None:
         attempt = outbox.attempt
-        if self._outboxes.get(attempt.job_id) is outbox:
-            del self._outboxes[attempt.job_id]
+        if self._outboxes.get(attempt.job_id) is not outbox:
+            return
+        del self._outboxes[attempt.job_id]
         if outbox.fenced:
             self.num_fenced += 1
             self._on_fenced(attempt.job_id, attempt.epoch)

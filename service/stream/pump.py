@@ -80,6 +80,14 @@ class Pump:
         self._wake.set()
         return await request.reply
 
+    def post(self, command: bytes) -> None:
+        """Send a command whose reply nobody needs; dropped when `run` has returned."""
+        if not self._stopped:
+            reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            reply.add_done_callback(_forget)
+            self._requests.append(_Request(command, reply))
+            self._wake.set()
+
     def stop(self) -> None:
         """Make `run` return after what is due now is written, or cannot be at the first failure."""
         self._stopping.set()
@@ -171,12 +179,13 @@ class Pump:
     def _settle(self, outbox: Outbox, reply: Any) -> None:
         if isinstance(reply, Exception):
             _log.error("stream_unwritable", job_id=outbox.attempt.job_id, reason=str(reply))
+            # Its result still goes out, so whoever asks is told that there is nothing to wait for.
             outbox.close(True)
-        else:
-            outbox.acknowledge(AppendReply(reply))
-            if reply == AppendReply.WRITTEN_AFTER_LOSS:
-                self.num_lost += 1
-                _log.warning("stream_lost_events", job_id=outbox.attempt.job_id, epoch=outbox.attempt.epoch)
+            return
+        outbox.acknowledge(AppendReply(reply))
+        if reply == AppendReply.WRITTEN_AFTER_LOSS:
+            self.num_lost += 1
+            _log.warning("stream_lost_events", job_id=outbox.attempt.job_id, epoch=outbox.attempt.epoch)
         if outbox.closed:
             self._on_closed(outbox)
         elif outbox.dirty:
@@ -199,6 +208,11 @@ class Pump:
         for outbox in self._due:
             outbox.fail(error)
         self._requests, self._due = [], {}
+
+
+def _forget(reply: "asyncio.Future[Any]") -> None:
+    if not reply.cancelled():
+        reply.exception()  # Looked at, so that asyncio does not complain.
 
 
 def _stopped() -> DependencyError:

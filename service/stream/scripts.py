@@ -1,6 +1,7 @@
-"""The two server-side scripts: taking over a job's stream, and writing to it behind the fence.
+"""The server-side scripts: taking over a job's stream, writing to it behind the fence, handing it back.
 
-`meta` is a hash: epoch, writer (a nonce of the attempt), origin, digest, next_seq, ended.
+`meta` is a hash: epoch, writer (a nonce of the attempt), origin, digest, next_seq, ended, fruitless (attempts in a row
+that were begun and brought not one delta).
 """
 
 import hashlib
@@ -27,7 +28,7 @@ class AppendReply(IntEnum):
 
 
 # KEYS meta, cancel; ARGV origin, digest, writer, ttl in ms.
-# Reply: outcome, epoch, same digest, ended status, cancelled.
+# Reply: outcome, epoch, same digest, ended status, cancelled, fruitless attempts with this one.
 OPEN = Script.of("""
 local held = redis.call('HMGET', KEYS[1], 'epoch', 'origin', 'digest', 'ended')
 local cancelled = redis.call('EXISTS', KEYS[2])
@@ -35,16 +36,26 @@ if held[1] then
   local same_digest = held[3] == ARGV[2]
   local flag = same_digest and 1 or 0
   if held[2] ~= ARGV[1] or not same_digest then
-    return {'duplicate', tonumber(held[1]), flag, held[4] or '', cancelled}
+    return {'duplicate', tonumber(held[1]), flag, held[4] or '', cancelled, 0}
   end
   if held[4] then
-    return {'ended', tonumber(held[1]), flag, held[4], cancelled}
+    return {'ended', tonumber(held[1]), flag, held[4], cancelled, 0}
   end
 end
 local epoch = redis.call('HINCRBY', KEYS[1], 'epoch', 1)
 redis.call('HSET', KEYS[1], 'origin', ARGV[1], 'digest', ARGV[2], 'writer', ARGV[3], 'next_seq', 0)
+local fruitless = redis.call('HINCRBY', KEYS[1], 'fruitless', 1)
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
-return {'opened', epoch, 1, '', cancelled}
+return {'opened', epoch, 1, '', cancelled, fruitless}
+""")
+
+# KEYS meta; ARGV epoch, writer. An attempt that is handed back in good order does not count as fruitless.
+HAND_BACK = Script.of("""
+local held = redis.call('HMGET', KEYS[1], 'epoch', 'writer', 'fruitless')
+if held[1] == ARGV[1] and held[2] == ARGV[2] and tonumber(held[3] or 0) > 0 then
+  redis.call('HINCRBY', KEYS[1], 'fruitless', -1)
+end
+return 1
 """)
 
 # The higher epoch wins; of two writers with one epoch (possible only after Redis lost its memory) the one
@@ -82,7 +93,11 @@ if next_seq < stop then
   end
   next_seq = stop
 end
-redis.call('HSET', KEYS[1], 'next_seq', next_seq)
+if stop > 1 then
+  redis.call('HSET', KEYS[1], 'next_seq', next_seq, 'fruitless', 0)
+else
+  redis.call('HSET', KEYS[1], 'next_seq', next_seq)
+end
 if ARGV[8] ~= '' then
   redis.call('HSET', KEYS[1], 'ended', ARGV[8])
 end

@@ -67,7 +67,7 @@ class Intake:
     async def _admit(self, run: JobRun, job: Job, opened: Opened) -> bool:
         publisher = self._c.publisher
         try:
-            self._check_attempts(run)
+            self._check_attempts(run, opened.fruitless)
             check_against_model(job, self._c.limits)
             run.grammar = await self._c.grammars.admit(job)
             prompt = await asyncio.get_running_loop().run_in_executor(
@@ -88,15 +88,15 @@ class Intake:
         # What has nothing left to compute ends here: cancelled before it began, or stopped in an earlier attempt.
         return await self._finisher.end(run, status_of(run)) if run.finished else True
 
-    def _check_attempts(self, run: JobRun) -> None:
+    def _check_attempts(self, run: JobRun, num_fruitless: int) -> None:
         """A job that takes its worker down with it must not go on to the next one for ever."""
         limit = self._c.names.max_attempts
-        if run.epoch > limit:
+        if num_fruitless > limit:
             raise JobError(
                 TOO_MANY_ATTEMPTS,
-                f"attempt: {run.epoch} is above the limit {limit}; each one before ended without a result",
-                field="attempt",
-                value=run.epoch,
+                f"attempts: {num_fruitless} in a row without a new token is above the limit {limit}",
+                field="attempts",
+                value=num_fruitless,
                 limit=limit,
                 job_id=run.job_id,
             )

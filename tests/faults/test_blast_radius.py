@@ -8,10 +8,11 @@ import pytest
 
 from service.wire import decode
 from service.worker.digest import digest_of_value
+from service.worker.worker import Worker
 from tests.support.kafka import KafkaBroker
 from tests.support.redis import RedisServer
 from tests.support.service import new_service, running_worker
-from tests.support.streams import running_publisher
+from tests.support.streams import eventually, running_publisher
 
 pytestmark = [pytest.mark.kafka, pytest.mark.redis]
 
@@ -67,6 +68,40 @@ async def test_keys_of_somebody_else_under_a_jobs_id_fail_that_job_and_no_other(
     assert results["bystander"].status == "completed"
     assert results[refusal_id].error is not None
     assert results[refusal_id].error.code == "stream_conflict"
+
+
+async def test_a_log_that_redis_refuses_costs_the_job_its_stream_and_not_its_result(
+    kafka: KafkaBroker, redis_server: RedisServer
+) -> None:
+    service = await new_service(kafka, redis_server, partitions=1)
+    with redis_server.client() as client:
+        client.set("tailrace:{deaf}:log", "not a stream")
+    async with running_worker(service.settings(deterministic_step_ms="2")) as worker:
+        await service.publish([{"id": "deaf", "prompt": "x", "max_tokens": 60}, BYSTANDER])
+        results = await service.wait_for_results(["deaf", "bystander"])
+        assert worker.parts is not None
+        await eventually(lambda: worker.parts is not None and not len(worker.parts.table), "both are settled")
+    assert {result.status for result in results.values()} == {"completed"}
+    assert results["deaf"].usage.completion_tokens == 60
+
+
+async def test_being_handed_back_again_and_again_is_no_fault_of_the_job(
+    kafka: KafkaBroker, redis_server: RedisServer
+) -> None:
+    service = await new_service(kafka, redis_server, partitions=1)
+    await service.publish([{"id": "patient", "prompt": "x", "max_tokens": 400}])
+    for _ in range(3):
+        async with running_worker(service.settings(deterministic_step_ms="20", max_attempts="1")) as worker:
+            await eventually(lambda: _has_epoch(worker), "the job is opened", limit_s=15)
+            worker.stop()
+            worker.stop()  # At once, whatever still runs.
+    async with running_worker(service.settings(max_attempts="1")):
+        results = await service.wait_for_results(["patient"])
+    assert (results["patient"].status, results["patient"].attempt) == ("completed", 4)
+
+
+def _has_epoch(worker: Worker) -> bool:
+    return worker.parts is not None and any(run.epoch for run in worker.parts.table)
 
 
 async def test_a_bug_of_ours_ends_the_one_job_it_shows_up_in(

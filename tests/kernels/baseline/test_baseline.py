@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kernels.baseline import BaselineFailure, BaselineOptions, BaselineRun, run_baselines
 from kernels.baseline_model import config_fields, load_baseline_model
+from kernels.baseline_process import run_baselines_apart
 from kernels.config import ModelConfig, RopeScaling
 from kernels.registry import ModelSource, resolve_model
 from tests.kernels.gguf_writing import write_gguf
@@ -66,7 +67,7 @@ def test_all_ways_generate_what_was_asked_for_whatever_the_end_of_sequence(folde
     """Each way fails on an output of another length, so figures mean that lengths were right."""
     started: list[str] = []
 
-    outcomes = run_baselines(
+    outcomes = run_baselines_apart(
         folder, REQUESTS, BaselineOptions(device="cpu", dtype="float32", naive_limit=2), started.append
     )
 
@@ -88,7 +89,7 @@ def test_way_that_fails_says_so_and_leaves_the_others(
 
     monkeypatch.setattr(LlamaForCausalLM, "init_continuous_batching", refuse)
 
-    outcomes = run_baselines(folder, REQUESTS[:1], BaselineOptions(device="cpu", dtype="float32"))
+    outcomes = dict(run_baselines(folder, REQUESTS[:1], BaselineOptions(device="cpu", dtype="float32")))
 
     assert outcomes["transformers_continuous"] == BaselineFailure("ValueError: no such thing here")
     assert [isinstance(outcome, BaselineRun) for outcome in outcomes.values()] == [True, True, False]
@@ -97,7 +98,13 @@ def test_way_that_fails_says_so_and_leaves_the_others(
 def test_model_that_transformers_cannot_load_fails_every_way(folder: ModelSource) -> None:
     (folder.path / "model.safetensors").write_bytes(b"damaged")
 
-    outcomes = run_baselines(folder, REQUESTS[:1], BaselineOptions(device="cpu"))
+    outcomes = dict(run_baselines(folder, REQUESTS[:1], BaselineOptions(device="cpu")))
 
     assert list(outcomes) == NAMES
     assert all(isinstance(outcome, BaselineFailure) and outcome.error for outcome in outcomes.values())
+
+
+def test_process_that_dies_counts_as_failed() -> None:
+    outcomes = run_baselines_apart(None, REQUESTS[:1], None)  # type: ignore[arg-type]  # what kills it
+
+    assert outcomes == dict.fromkeys(NAMES, BaselineFailure("its process ended with exit code 1"))

@@ -408,8 +408,37 @@ async def test_a_foreign_key_costs_one_job_its_stream_and_its_neighbours_nothing
             publisher.start(job_id, 1)
         assert await publisher.flushed("bad-log", 1), "nobody waits for what can never be written"
         assert await publisher.flushed("good", 1)
-        assert not publisher.delta("bad-log", 1, 0, "x", (1,))
+        # Its job goes on and ends, though nobody can follow it.
+        assert publisher.delta("bad-log", 1, 0, "x", (1,))
+        assert await publisher.flushed("bad-log", 1)
+        assert await publisher.end("bad-log", 1, COMPLETED)
+        assert publisher.num_open_jobs == 1
         assert publisher.healthy
+
+
+async def test_a_meta_without_a_number_for_epoch_is_a_conflict_of_that_job(redis_server: RedisServer) -> None:
+    async with running_publisher(redis_server.url) as publisher, Redis.from_url(redis_server.url) as redis:
+        await redis.hset(JobKeys.of("junk").meta, mapping={"epoch": "abc"})
+        with pytest.raises(JobError, match="junk") as caught:
+            await open_job(publisher, "junk")
+    assert caught.value.code == "stream_conflict"
+
+
+async def test_only_attempts_without_a_token_and_without_a_goodbye_count_as_fruitless(
+    redis_server: RedisServer,
+) -> None:
+    async with running_publisher(redis_server.url) as publisher:
+        counts = []
+        for ending in ("crash", "crash", "token", "hand back", "hand back", "crash", "crash"):
+            opened = await open_job(publisher, JOB)
+            counts.append(opened.fruitless)
+            publisher.start(JOB, opened.epoch)
+            if ending == "token":
+                publisher.delta(JOB, opened.epoch, 0, "x", (1,))
+                assert await publisher.flushed(JOB, opened.epoch)
+            elif ending == "hand back":
+                publisher.abandon(JOB, opened.epoch)
+    assert counts == [1, 2, 3, 1, 1, 1, 2]
 
 
 async def test_what_is_not_written_when_the_publisher_stops_is_raised_and_not_passed_over(
