@@ -17,7 +17,7 @@ def run_baselines_apart(
     options: BaselineOptions,
     on_start: Callable[[str], None] = lambda _name: None,
 ) -> dict[str, Outcome]:
-    """Outcomes by name; takes minutes. What a process that dies (of no memory, say) has not measured counts as failed."""
+    """Outcomes by name; takes minutes. Should the process die, what it has not measured counts as failed."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_main, args=(sender, source, requests, options), name="baseline")

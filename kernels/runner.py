@@ -86,6 +86,6 @@ def load_runner(options: RunnerOptions) -> Runner:
     Raises ModelNotFoundError, ModelFileError or OptionsError.
     """
     source = resolve_model(options.model)
-    from kernels.model_runner import load_model_runner  # here, because torch takes seconds
+    from kernels.model_loading import load_model_runner  # here, because torch takes seconds
 
     return load_model_runner(options, source)

@@ -101,11 +101,7 @@ def assemble(
         on_lost=lambda partitions: parts.flow.on_lost(partitions),
         credit=credit,
     )
-    listener = CancelListener(
-        stream,
-        lambda job_id: parts.flow.on_cancel(job_id),
-        lambda: [run.job_id for run in table if run.epoch],
-    )
+    listener = CancelListener(stream, lambda job_id: parts.flow.on_cancel(job_id), table.open_job_ids)
     context = Context(
         names=Names(
             worker,

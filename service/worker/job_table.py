@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterable, Iterator
 
-from service.ingest.delivery import Delivery, TopicPartition
+from service.ingest.delivery import TopicPartition
 from service.worker.job_run import ChoiceRun, JobRun
 
 MEAN_WEIGHT = 0.1
@@ -86,8 +86,9 @@ class JobTable:
         lost = set(partitions)
         return [run for run in self if (run.delivery.topic, run.delivery.partition) in lost]
 
-    def has(self, delivery: Delivery) -> bool:
-        return (delivery.topic, delivery.partition, delivery.offset) in self._by_place
+    def open_job_ids(self) -> list[str]:
+        """Of the jobs whose streams are ours."""
+        return [run.job_id for run in self if run.epoch]
 
     async def when_empty(self) -> None:
         await self._empty.wait()

@@ -12,7 +12,7 @@ from kernels.gpu.checks.attention import AttentionCase, check_attention
 from kernels.gpu.decoder import GpuDecoderModel
 from kernels.gpu.kv_pool import GpuKVPool
 from kernels.kv_pool import bytes_per_block
-from kernels.model_runner import load_on_gpu
+from kernels.model_loading import load_on_gpu
 from kernels.ops.store_kv.gpu import KVBlocks, Rotary, store_kv
 from kernels.registry import ModelFormat, ModelSource
 from kernels.runner import RunnerOptions

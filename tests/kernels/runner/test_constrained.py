@@ -11,7 +11,7 @@ import pytest
 
 from kernels.deterministic import EOS_TOKEN_ID, DeterministicOptions, DeterministicRunner
 from kernels.grammar import Grammars, TokenVocabulary
-from kernels.model_runner import load_model_runner
+from kernels.model_loading import load_model_runner
 from kernels.registry import resolve_model
 from kernels.runner import Runner, RunnerOptions
 from scheduler.config import SchedulerConfig

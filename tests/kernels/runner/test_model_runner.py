@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kernels.model_runner import ModelRunner, load_model_runner
+from kernels.model_loading import load_model_runner
+from kernels.model_runner import ModelRunner
 from kernels.registry import resolve_model
 from kernels.runner import RunnerOptions
 from scheduler.plan import SamplingParams, ScheduledRow, StepPlan

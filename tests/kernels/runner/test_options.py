@@ -9,7 +9,8 @@ import torch
 from kernels.config import ModelConfig
 from kernels.errors import OptionsError
 from kernels.kv_pool import bytes_per_block
-from kernels.model_runner import PoolShape, load_model_runner, pool_shape
+from kernels.model_loading import load_model_runner, pool_shape
+from kernels.model_runner import PoolShape
 from kernels.registry import resolve_model
 from kernels.runner import RunnerOptions, load_runner
 from tests.kernels.tiny import make_model, save

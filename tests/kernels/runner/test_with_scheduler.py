@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from kernels.deterministic import DeterministicOptions, DeterministicRunner, expected_tokens
-from kernels.model_runner import ModelRunner, load_model_runner
+from kernels.model_loading import load_model_runner
+from kernels.model_runner import ModelRunner
 from kernels.registry import resolve_model
 from kernels.runner import Runner, RunnerOptions
 from scheduler.config import SchedulerConfig

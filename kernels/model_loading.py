@@ -1,0 +1,161 @@
+"""From options and a checkpoint to a runner on the device that fits: dtype, pool size, model, sampler."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from kernels.config import ModelConfig
+from kernels.errors import OptionsError
+from kernels.kv_pool import KVPool, bytes_per_block
+from kernels.model_runner import Model, ModelRunner, PoolShape
+from kernels.models.decoder import DecoderModel
+from kernels.registry import ModelFormat, ModelSource
+from kernels.runner import RunnerOptions
+from kernels.weights import Checkpoint, open_checkpoint
+from kernels.weights.hugging_face import is_native
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model_runner(options: RunnerOptions, source: ModelSource) -> ModelRunner:
+    """Reads the checkpoint tensor by tensor into a model on the chosen device."""
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    if _chooses_gpu(options, source):
+        dtype = _gpu_dtype(options)
+        return load_on_gpu(options, open_checkpoint(source, dtype), dtype, torch.device("cuda"))
+    device, dtype = torch.device("cpu"), _cpu_dtype(options)
+    config, bind = _open_model(options, source, dtype, device)
+    shape = pool_shape(options, config, dtype)
+    try:
+        pool = KVPool(config, shape.num_blocks, shape.block_size, dtype, device)
+    except ValueError as error:
+        raise OptionsError(f"the KV pool cannot be built: {error}") from error
+    return ModelRunner(
+        bind(pool),
+        shape,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+    )
+
+
+def load_on_gpu(
+    options: RunnerOptions, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> ModelRunner:
+    """The same runner over Triton kernels. On a CPU device they are interpreted: for tests."""
+    from kernels.gpu.decoder import GpuDecoderModel
+    from kernels.gpu.kv_pool import GpuKVPool
+    from kernels.gpu.sampler import GpuSampler
+
+    config = checkpoint.config
+    shape = pool_shape(options, config, dtype)
+    try:
+        pool = GpuKVPool(config, shape.num_blocks, shape.block_size, dtype, device)
+        model = GpuDecoderModel(
+            config, checkpoint.weights, pool, dtype=dtype, quantization=options.quantization
+        )
+    except ValueError as error:
+        raise OptionsError(f"the model cannot run on {device}: {error}") from error
+    return ModelRunner(
+        model,
+        shape,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        make_sampler=lambda: GpuSampler(config.vocab_size, options.max_num_seqs, device),
+    )
+
+
+def _open_model(
+    options: RunnerOptions, source: ModelSource, dtype: torch.dtype, device: torch.device
+) -> tuple[ModelConfig, Callable[[KVPool], Model]]:
+    """The config that sizes the pool, and what makes the model of the pool."""
+    if source.format is ModelFormat.HUGGING_FACE and not is_native(source.path):
+        if options.quantization != "none":
+            raise OptionsError(
+                f"quantization is {options.quantization}; a model that runs through transformers takes only none"
+            )
+        from kernels.models.adapter_loading import load_adapter  # here, because transformers takes seconds
+
+        adapter = load_adapter(source.path, dtype, device)
+        return adapter.config, adapter.bind
+    checkpoint = open_checkpoint(source, dtype)
+
+    def bind(pool: KVPool) -> DecoderModel:
+        return DecoderModel(
+            checkpoint.config,
+            checkpoint.weights,
+            pool,
+            dtype=dtype,
+            quantization=options.quantization,
+            num_threads=options.num_threads,
+        )
+
+    return checkpoint.config, bind
+
+
+def pool_shape(options: RunnerOptions, config: ModelConfig, dtype: torch.dtype) -> PoolShape:
+    """As many blocks as the bytes allow; a request may be as long as model and pool both allow.
+
+    Raises OptionsError when the pool holds no block, or less than an explicit max_model_len asks for.
+    """
+    block_bytes = bytes_per_block(config, options.block_size, dtype)
+    num_blocks = options.kv_cache_bytes // block_bytes
+    if num_blocks < 1:
+        raise OptionsError(
+            f"kv_cache_bytes is {options.kv_cache_bytes}; "
+            f"one block of {options.block_size} tokens takes {block_bytes}"
+        )
+    shape = PoolShape(
+        num_blocks, options.block_size, min(config.max_position_embeddings, num_blocks * options.block_size)
+    )
+    wanted = options.max_model_len
+    if wanted is None:
+        return shape
+    if wanted > config.max_position_embeddings:
+        raise OptionsError(
+            f"max_model_len is {wanted}; the model takes at most {config.max_position_embeddings} tokens"
+        )
+    if wanted > shape.max_model_len:
+        needed = -(-wanted // options.block_size) * block_bytes
+        raise OptionsError(
+            f"max_model_len is {wanted}; kv_cache_bytes {options.kv_cache_bytes} holds {shape.max_model_len} "
+            f"tokens (needed: {needed} bytes)"
+        )
+    return replace(shape, max_model_len=wanted)
+
+
+def _chooses_gpu(options: RunnerOptions, source: ModelSource) -> bool:
+    """`auto` takes a GPU for what has a path there; `cuda` insists and says what is missing."""
+    if options.device == "cpu" or (options.device == "auto" and not torch.cuda.is_available()):
+        return False
+    missing = None
+    if not torch.cuda.is_available():
+        missing = "torch finds no usable CUDA device here"
+    elif source.format is ModelFormat.HUGGING_FACE and not is_native(source.path):
+        missing = "models that run through transformers have no path there yet"
+    elif open_checkpoint(source, torch.float32).config.gemma3 is not None:
+        missing = "Gemma 3 has no path there yet"
+    elif options.quantization != "none":
+        missing = f"quantization {options.quantization} has no path there yet"
+    if missing is not None and options.device == "cuda":
+        raise OptionsError(f"device is cuda; {missing}; use cpu or auto")
+    return missing is None
+
+
+def _gpu_dtype(options: RunnerOptions) -> torch.dtype:
+    return torch.bfloat16 if options.dtype == "auto" else _DTYPES[options.dtype]
+
+
+def _cpu_dtype(options: RunnerOptions) -> torch.dtype:
+    if options.dtype == "auto":
+        return torch.bfloat16 if has_native_bfloat16() else torch.float32
+    if options.dtype == "float16":
+        raise OptionsError("dtype is float16; on the cpu use bfloat16, float32 or auto")
+    return _DTYPES[options.dtype]
+
+
+def has_native_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 itself; emulated, it is slower than float32."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
