@@ -122,8 +122,15 @@ class Settings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _check_redis_url(cls, value: str) -> str:
-        if urlsplit(value).scheme not in ("redis", "rediss", "unix"):
+        parts = urlsplit(value)
+        if parts.scheme not in ("redis", "rediss", "unix"):
             raise ValueError("must begin with redis://, rediss:// or unix://")
+        try:
+            port = parts.port
+        except ValueError:
+            port = 0
+        if port == 0:
+            raise ValueError("the port must be a number in 1–65535")
         return value
 
     @model_validator(mode="after")
@@ -205,7 +212,8 @@ def mask_url(url: str) -> str:
     except ValueError:
         return MASK
     if not password:
-        return url
+        # A password with an unquoted # or / ends the address: what is left of it must not be shown either.
+        return url if "@" not in url or "@" in parts.netloc else MASK
     user, _, host = parts.netloc.rpartition("@")
     return urlunsplit(parts._replace(netloc=f"{user.partition(':')[0]}:{MASK}@{host}"))
 

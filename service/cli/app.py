@@ -1,5 +1,7 @@
 """Commands and their options. Each body imports what it runs: `tailrace --help` stays quick."""
 
+import signal
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +36,8 @@ def serve(
     embedded: Annotated[bool, typer.Option(help="Start a Kafka broker and a Redis too, in memory.")] = False,
 ) -> None:
     """Run a worker until SIGTERM or Ctrl-C; settings come from TAILRACE_*."""
+    # Loading takes a moment: a SIGTERM before there is anything to stop is no failure.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     from service.cli import serve as command
 
     command.serve(embedded=embedded)

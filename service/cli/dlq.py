@@ -74,9 +74,9 @@ async def _replay(settings: Settings, wanted: set[Place] | None) -> set[Place]:
         max_request_size=config.max_message_bytes,
         **config.client_options(),
     )
-    async with _reaching(config):
-        await producer.start()
     try:
+        async with _reaching(config):
+            await producer.start()
         async for place, letter in _read(config):
             if wanted is not None and place not in wanted:
                 continue
@@ -95,9 +95,9 @@ async def _read(config: KafkaConfig) -> AsyncIterator[tuple[Place, DeadLetter]]:
     consumer = AIOKafkaConsumer(
         config.dead_letter_topic, group_id=None, auto_offset_reset="earliest", **config.client_options()
     )
-    async with _reaching(config):
-        await consumer.start()
     try:
+        async with _reaching(config):
+            await consumer.start()
         ends = await consumer.end_offsets(list(consumer.assignment()))
         for partition in sorted(ends, key=lambda each: int(each.partition)):
             async for item in _read_partition(consumer, partition, ends[partition]):

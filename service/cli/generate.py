@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import sys
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -11,13 +12,16 @@ import typer
 
 from service.cli.console import note, print_json_line, run
 from service.client import Client, client_settings
-from service.errors import JobError, SettingsError
+from service.client.lookup import Seen, other_job, seen_before
+from service.errors import DependencyError, JobError, SettingsError
 from service.stream.assemble import StreamAssembler
-from service.stream.reader import Gap, Verdict
+from service.stream.reader import Gap, Item, Verdict
 from service.wire import Delta, End, Start, encode_event, parse_job
 from service.wire.limits import ID_PATTERN
 
 HINT_AFTER_S = 5.0
+CANCEL_TIMEOUT_S = 5.0
+"""After Ctrl-C nobody waits longer for a Redis that is away."""
 
 
 def make_job(
@@ -26,8 +30,8 @@ def make_job(
 ) -> dict[str, Any]:  # fmt: skip
     """The job of the command's options; raises SettingsError for what no worker would accept."""
     if prompt == "-":
-        prompt = sys.stdin.read()
-    job: dict[str, Any] = {"id": job_id or f"gen-{secrets.token_hex(8)}", **parameters}
+        prompt = _read_prompt()
+    job: dict[str, Any] = {"id": f"gen-{secrets.token_hex(8)}" if job_id is None else job_id, **parameters}
     if raw:
         if system is not None:
             raise SettingsError("--system needs a chat template; leave out --raw")
@@ -35,12 +39,26 @@ def make_job(
     else:
         turns = [{"role": "system", "content": system}] if system is not None else []
         job["messages"] = [*turns, {"role": "user", "content": prompt}]
-    job |= {name: value for name, value in (("seed", seed), ("model", model), ("stop", stop)) if value}
+    options = (("seed", seed), ("model", model), ("stop", stop or None))
+    job |= {name: value for name, value in options if value is not None}
     try:
         parse_job(orjson.dumps(job), key=None, timestamp_ms=0)
     except JobError as error:
         raise SettingsError(error.message) from error
+    except orjson.JSONEncodeError as error:
+        raise SettingsError("prompt and options must be valid UTF-8") from error
     return job
+
+
+def _read_prompt() -> str:
+    """Standard input, whatever the locale says its encoding is."""
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as bad:
+        raise SettingsError(
+            f"prompt: byte 0x{bad.object[bad.start]:02x} at offset {bad.start} of standard input "
+            "is not valid UTF-8"
+        ) from bad
 
 
 def generate(job: dict[str, Any], *, as_json: bool) -> None:
@@ -49,15 +67,28 @@ def generate(job: dict[str, Any], *, as_json: bool) -> None:
 
 
 async def _generate(job: dict[str, Any], *, as_json: bool) -> bool:
-    job_id = job["id"]
+    job_id, value = job["id"], orjson.dumps(job)
     async with Client(client_settings()) as client:
+        seen = await seen_before(client.redis, job_id, value)
+        if seen is Seen.OTHER_JOB:
+            raise other_job(job_id)
         try:
-            await client.publish(job_id, orjson.dumps(job))
+            if seen is Seen.NEVER:
+                await client.publish(job_id, value)
             return await follow(client, job_id, as_json=as_json)
         except asyncio.CancelledError:
-            await client.cancel(job_id)
-            note(f"\ncancelled {job_id}")
+            await _cancel_interrupted(client, job_id)
             raise
+
+
+async def _cancel_interrupted(client: Client, job_id: str) -> None:
+    try:
+        async with asyncio.timeout(CANCEL_TIMEOUT_S):
+            await client.cancel(job_id)
+    except (DependencyError, TimeoutError):
+        note(f"\n{job_id} may go on: Redis does not answer, so it could not be cancelled")
+    else:
+        note(f"\ncancelled {job_id}")
 
 
 def tail(job_id: str, *, as_json: bool) -> None:
@@ -82,7 +113,7 @@ async def _cancel(job_id: str, *, wait: bool) -> bool:
         if not wait:
             return True
         async with aclosing(client.stream(job_id)) as items:
-            async for item in items:
+            async for item in _hinting(job_id, items):
                 if isinstance(item, Verdict):
                     print(f"{job_id} ended: {item.status}")
         return True
@@ -91,16 +122,22 @@ async def _cancel(job_id: str, *, wait: bool) -> bool:
 async def follow(client: Client, job_id: str, *, as_json: bool) -> bool:
     """Print the stream until it ends. True: completed, and proven whole."""
     printer = _Json() if as_json else _Text()
-    hint = asyncio.get_running_loop().call_later(HINT_AFTER_S, _hint, job_id)
     good = False
+    async with aclosing(client.stream(job_id, StreamAssembler(job_id))) as items:
+        async for item in _hinting(job_id, items):
+            good = printer.show(item)
+    return good
+
+
+async def _hinting(job_id: str, items: AsyncIterator[Item]) -> AsyncIterator[Item]:
+    """The same items; says why there may be none when the first takes long."""
+    hint = asyncio.get_running_loop().call_later(HINT_AFTER_S, _hint, job_id)
     try:
-        async with aclosing(client.stream(job_id, StreamAssembler(job_id))) as items:
-            async for item in items:
-                hint.cancel()
-                good = printer.show(item)
+        async for item in items:
+            hint.cancel()
+            yield item
     finally:
         hint.cancel()
-    return good
 
 
 def _hint(job_id: str) -> None:

@@ -18,9 +18,9 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def lab(*, example: str | None, requests: str | None, slots: int, as_json: bool) -> None:
-    if example and requests:
+    if example and requests is not None:
         raise SettingsError("--example and --requests exclude each other")
-    lengths = _parse(requests) if requests else EXAMPLES[example or "varied"]
+    lengths = EXAMPLES[example or "varied"] if requests is None else _parse(requests)
     runs = {
         policy.value: run_lengths(lengths, slots, policy) for policy in (Policy.STATIC, Policy.CONTINUOUS)
     }
@@ -40,7 +40,15 @@ def lab(*, example: str | None, requests: str | None, slots: int, as_json: bool)
     if continuous < static:
         print(f"continuous needs {static - continuous} iterations less ({static / continuous:.2f}×)")
     else:
-        print("a tie: requests of equal length leave nothing to fill")
+        print(f"a tie: {_why_tie(lengths, slots)}")
+
+
+def _why_tie(lengths: tuple[int, ...], slots: int) -> str:
+    if len(lengths) <= slots:
+        return "every request has a slot from the start, so none waits for one"
+    if len(set(lengths)) == 1:
+        return "requests of equal length leave nothing to fill"
+    return "filling slots earlier does not end the last request sooner"
 
 
 def _parse(text: str) -> tuple[int, ...]:

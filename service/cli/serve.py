@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import structlog
@@ -18,7 +19,24 @@ log = structlog.get_logger(__name__)
 def serve(*, embedded: bool) -> None:
     settings = load_settings() if embedded else client_settings()
     configure_logging(settings.log_level, settings.log_format)
-    asyncio.run(_serve(settings, embedded=embedded))
+    asyncio.run(_until_stopped(settings, embedded=embedded))
+
+
+async def _until_stopped(settings: Settings, *, embedded: bool) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    on_stop_signal(task.cancel)
+    try:
+        await _serve(settings, embedded=embedded)
+    except asyncio.CancelledError:
+        log.info("stopped_while_starting")
+
+
+def on_stop_signal(stop: Callable[[], object]) -> None:
+    """Call `stop` on SIGTERM and Ctrl-C, from now until the loop ends or another takes its place."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
 
 
 async def _serve(settings: Settings, *, embedded: bool) -> None:
@@ -50,17 +68,11 @@ async def run_worker(settings: Settings, failed: "asyncio.Task[str] | None" = No
     from service.worker.worker import Worker
 
     worker = Worker(settings)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, worker.stop)
+    on_stop_signal(worker.stop)
     running = asyncio.create_task(worker.run(), name="worker")
-    try:
-        await asyncio.wait({running} | ({failed} if failed else set()), return_when=asyncio.FIRST_COMPLETED)
-        if failed is not None and failed.done() and not running.done():
-            running.cancel()
-            await asyncio.wait([running])
-            raise DependencyError(failed.result())
-        await running
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+    await asyncio.wait({running} | ({failed} if failed else set()), return_when=asyncio.FIRST_COMPLETED)
+    if failed is not None and failed.done() and not running.done():
+        running.cancel()
+        await asyncio.wait([running])
+        raise DependencyError(failed.result())
+    await running

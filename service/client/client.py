@@ -1,6 +1,7 @@
 """One connection to the service: a producer, the results topic and Redis."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -117,7 +118,8 @@ class Client:
             async with asyncio.timeout(STREAM_TIMEOUT_S):
                 texts, whole = await reading
         except asyncio.CancelledError:
-            await self.cancel(job_id)
+            with contextlib.suppress(DependencyError):
+                await self.cancel(job_id)
             raise
         except TimeoutError:
             return Finished(result, (), False)
@@ -169,7 +171,10 @@ class Client:
         )
 
     async def cancel(self, job_id: str) -> None:
-        await request_cancel(self.redis, job_id)
+        try:
+            await request_cancel(self.redis, job_id)
+        except (RedisError, OSError) as error:
+            raise DependencyError(f"job {job_id} could not be cancelled: {_reason(error)}") from error
 
     async def _check_redis(self) -> None:
         try:

@@ -7,6 +7,7 @@ from enum import Enum, auto
 from redis.asyncio import Redis
 
 from service.client.results import read_results
+from service.errors import JobError
 from service.ingest.config import KafkaConfig
 from service.ingest.delivery import Delivery
 from service.stream.keys import JobKeys
@@ -31,6 +32,14 @@ async def seen_before(redis: Redis, job_id: str, value: bytes) -> Seen:
     if digest != ours.encode():
         return Seen.OTHER_JOB
     return Seen.ENDED if ended else Seen.RUNNING
+
+
+def other_job(job_id: str) -> JobError:
+    """What to tell of an id that was `OTHER_JOB`."""
+    return JobError(
+        "duplicate_id", f"id: {job_id!r} was given to another job before; the limit is one job per id",
+        field="id", value=job_id, limit="one job per id", job_id=job_id,
+    )  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -125,8 +125,8 @@ async def read_results(config: KafkaConfig, job_ids: Iterable[str]) -> dict[str,
     consumer = AIOKafkaConsumer(
         config.results_topic, group_id=None, auto_offset_reset="earliest", **config.client_options()
     )
-    await consumer.start()
     try:
+        await consumer.start()
         ends = await consumer.end_offsets(list(consumer.assignment()))
         while await _behind(consumer, ends):
             for records in (await consumer.getmany(timeout_ms=POLL_MS, max_records=MAX_RECORDS)).values():

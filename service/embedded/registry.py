@@ -1,5 +1,6 @@
 """How other commands of the same user find a running embedded pair: one small file per pair."""
 
+import contextlib
 import json
 import os
 import stat
@@ -21,9 +22,12 @@ class Endpoints:
 
 
 def runtime_folder() -> Path:
-    """Per-user and not readable by others; XDG_RUNTIME_DIR where there is one."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(base) / "tailrace" if base else Path(tempfile.gettempdir()) / f"tailrace-{os.getuid()}"
+    """Per-user and not readable by others; in XDG_RUNTIME_DIR where that can hold it."""
+    folder = Path(tempfile.gettempdir()) / f"tailrace-{os.getuid()}"
+    if base := os.environ.get("XDG_RUNTIME_DIR"):
+        with contextlib.suppress(OSError):
+            (Path(base) / "tailrace").mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = Path(base) / "tailrace"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:

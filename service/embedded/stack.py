@@ -56,13 +56,13 @@ class EmbeddedStack:
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
             self.pids = await self._read_ready()
+            if self._announce:
+                self._announced = self._tell_others(self._process.pid)
         except BaseException:
             await self._stop()
             shutil.rmtree(scratch, ignore_errors=True)
             raise
         self._watch = asyncio.create_task(self._wait_for_failure(), name="embedded-watch")
-        if self._announce:
-            self._announced = registry.announce(self._endpoints(self._process.pid))
         return self
 
     async def __aexit__(
@@ -88,8 +88,12 @@ class EmbeddedStack:
             },
         }
 
-    def _endpoints(self, pid: int) -> registry.Endpoints:
-        return registry.Endpoints(self.kafka_bootstrap, self.redis_url, pid, registry.start_ticks(pid) or 0)
+    def _tell_others(self, pid: int) -> Path:
+        ticks = registry.start_ticks(pid) or 0
+        try:
+            return registry.announce(registry.Endpoints(self.kafka_bootstrap, self.redis_url, pid, ticks))
+        except OSError as error:
+            raise DependencyError(f"the embedded pair cannot be announced: {error}") from error
 
     async def _read_ready(self) -> dict[str, int]:
         message = await self._read_message()

@@ -44,10 +44,10 @@ def main() -> int:
                 return _report(f"embedded {name} on port {server['port']} {problem}: {_tail(logs[name])}")
         # The broker keeps everything in memory and would only save a copy here.
         shutil.rmtree(spec["scratch"], ignore_errors=True)
-        print(json.dumps({"ready": {name: child.pid for name, child in servers.items()}}), flush=True)
+        _tell({"ready": {name: child.pid for name, child in servers.items()}})
         return _watch(servers, logs)
-    except SystemExit:
-        return 0
+    except (SystemExit, BrokenPipeError):
+        return 0  # told to end, or nobody is left to tell
     finally:
         _stop(servers)
         shutil.rmtree(spec["scratch"], ignore_errors=True)
@@ -105,8 +105,13 @@ def _watch(servers: dict[str, subprocess.Popen[bytes]], logs: dict[str, IO[bytes
 
 
 def _report(sentence: str) -> int:
-    print(json.dumps({"failed": sentence}), flush=True)
+    _tell({"failed": sentence})
     return 1
+
+
+def _tell(message: dict[str, object]) -> None:
+    """Unbuffered: what a parent that ended did not take must not be tried again at exit."""
+    os.write(sys.stdout.fileno(), json.dumps(message).encode() + b"\n")
 
 
 def _tail(log: IO[bytes]) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,10 +11,11 @@ from typing import IO, Protocol
 import orjson
 
 from service.client.client import Client
-from service.client.lookup import Seen, seen_before
+from service.client.lookup import Seen, other_job, seen_before
 from service.errors import JobError
 from service.pipelines.rows import Row, row_key
 from service.wire import ErrorInfo, Job, Result, batch_output, parse_job
+from service.wire.limits import MAX_ID_CHARS
 
 COMPLETED = "completed"
 
@@ -134,7 +136,7 @@ class BatchRun:
         tries = self._rows.attempts.get(line.key, 0)
         if not tries:
             return job.id, line.value
-        job_id = f"{job.id[:120]}:r{tries + 1}"
+        job_id = _retry_id(job.id, tries + 1)
         document = orjson.loads(line.value)
         document["custom_id" if line.url else "id"] = job_id
         return job_id, orjson.dumps(document)
@@ -146,10 +148,7 @@ class BatchRun:
             if seen is Seen.NEVER:
                 await self._client.publish(job_id, value)
             elif seen is Seen.OTHER_JOB:
-                raise JobError(
-                    "duplicate_id", f"id: {job_id!r} was given to another job before; the limit is one job per id",
-                    field="id", value=job_id, limit="one job per id", job_id=job_id,
-                )  # fmt: skip
+                raise other_job(job_id)
             elif seen is Seen.ENDED:
                 earlier = await self._client.lookup.find(job_id)
                 if earlier is not None:
@@ -165,6 +164,14 @@ class BatchRun:
         )
         self.counts.count(row["status"])
         self._on_row(row["status"])
+
+
+def _retry_id(job_id: str, tries: int) -> str:
+    """An id of its own for each try; where there is no room for it, a hash stands for the id's end."""
+    suffix = f":r{tries}"
+    if len(job_id) + len(suffix) > MAX_ID_CHARS:
+        suffix = f":{hashlib.sha256(job_id.encode()).hexdigest()[:16]}{suffix}"
+    return job_id[: MAX_ID_CHARS - len(suffix)] + suffix
 
 
 def _refused(line: Line, error: JobError) -> Row:

@@ -1,5 +1,6 @@
 """The output file of a batch run: one JSON line per input, appended as it ends, so that runs resume."""
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,8 @@ def row_key(**parts: Any) -> str:
 
 
 class RowFile:
-    """Rows by key. Rows of an earlier run are kept, except those that `redo` says shall be made again.
+    """Rows by key, the last of each. Rows of an earlier run are kept, except those that `redo` says shall be made
+    again: they stay in the file until the new one stands there, for only they tell how often it was tried.
 
     A line that a crash cut off in the middle is dropped. Rewriting is atomic: the old file stays until the
     new one is complete.
@@ -31,29 +33,24 @@ class RowFile:
         self.path = path
         self.kept: dict[str, Row] = {}
         self.attempts: dict[str, int] = {}
-        """Rows per key, dropped ones included: how often it was tried before."""
+        """Per key: how often it was tried before."""
         self._redo = redo
         self._file: IO[bytes] | None = None
+        self._to_replace: set[str] = set()
+        """Keys of rows that `redo` wants."""
+        self._replaced = False
 
     def __enter__(self) -> Self:
-        kept_lines, changed = [], False
-        for line, row in self._read():
-            key = str(row.get("key")) if row else ""
-            if row:
-                self.attempts[key] = int(row.get("tries", self.attempts.get(key, 0) + 1))
-            if not row or key in self.kept or self._redo(row):
-                changed = True
-                continue
-            self.kept[key] = row
-            kept_lines.append(line)
-        if changed:
-            replacement = self.path.with_name(self.path.name + ".new")
-            replacement.write_bytes(b"".join(kept_lines))
-            replacement.replace(self.path)
         try:
+            rows = self._compact()
             self._file = self.path.open("ab")
         except OSError as error:
             raise SettingsError(f"{self.path} cannot be written: {error.strerror}") from error
+        for key, row in rows.items():
+            if self._redo(row):
+                self._to_replace.add(key)
+            else:
+                self.kept[key] = row
         return self
 
     def __exit__(
@@ -61,6 +58,9 @@ class RowFile:
     ) -> None:
         assert self._file is not None
         self._file.close()
+        if self._replaced:
+            with contextlib.suppress(OSError):  # else the next run does it
+                self._compact()
 
     def append(self, row: Mapping[str, Any]) -> None:
         """On disk when this returns: a row that was reported is never lost."""
@@ -68,6 +68,25 @@ class RowFile:
         self._file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
         self._file.flush()
         os.fsync(self._file.fileno())
+        self._replaced |= str(row.get("key")) in self._to_replace
+
+    def _compact(self) -> dict[str, Row]:
+        """Leave one row per key in the file, the last; count what they tell of attempts. Raises OSError."""
+        lines: dict[str, bytes] = {}
+        rows: dict[str, Row] = {}
+        num_lines = 0
+        for line, row in self._read():
+            num_lines += 1
+            if row is None:
+                continue
+            key = str(row["key"])
+            self.attempts[key] = int(row.get("tries", self.attempts.get(key, 0) + 1))
+            lines[key], rows[key] = line, row
+        if num_lines > len(lines):
+            replacement = self.path.with_name(self.path.name + ".new")
+            replacement.write_bytes(b"".join(lines.values()))
+            replacement.replace(self.path)
+        return rows
 
     def _read(self) -> Iterator[tuple[bytes, Row | None]]:
         """Each line with its row; None for a line that is not one of ours."""

@@ -1,6 +1,7 @@
 """From a record of the jobs topic to a Job, or to the error that says why not."""
 
 import json
+import math
 import re
 from collections import Counter
 from typing import Any, NoReturn
@@ -11,10 +12,15 @@ from pydantic import ValidationError
 from service.errors import JobError
 from service.wire import limits, openai_batch
 from service.wire.job import JOB_FIELDS, Job
-from service.wire.refusals import describe, job_error
+from service.wire.refusals import describe, job_error, path_name
 
 _ID = re.compile(limits.ID_PATTERN.replace("$", r"\Z"))
 _NON_JSON_NUMBER = re.compile(rb"-?(?:NaN|Infinity)\b")
+_END_OF_KEY = re.compile(rb'"(?<!(?<!\\)\\")[ \t\n\r]*:')
+"""Matches once for each key, however it is escaped. Text matches too, but only where a string begins with a colon
+or holds an escaped backslash before a quote and a colon."""
+_MAX_DIGITS = 4_300
+"""Python reads no longer integers."""
 
 
 def parse_job(
@@ -100,11 +106,11 @@ def _refuse_unreadable(value: bytes, error: orjson.JSONDecodeError, fallback_id:
     if _NON_JSON_NUMBER.search(value) or "infinity" in error.msg:
         # Python's reader takes NaN, Infinity and 1e999, so the check of the fields can name the culprit.
         try:
-            document = json.loads(value)
+            document = json.loads(value, parse_int=_integer)
         except (ValueError, RecursionError):
             pass
         else:
-            _job_of(document, value, fallback_id)
+            _refuse_free_form_number(_job_of(document, value, fallback_id), document)
     place = f"line {error.lineno} column {error.colno}"
     raise JobError(
         "invalid_json", f"value: broken JSON at {place}: {error.msg}", field="value", value=place,
@@ -112,13 +118,33 @@ def _refuse_unreadable(value: bytes, error: orjson.JSONDecodeError, fallback_id:
     ) from None  # fmt: skip
 
 
+def _integer(digits: str) -> int | float:
+    return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
+
+
+def _refuse_free_form_number(job: Job, document: dict[str, Any]) -> None:
+    """The parts of a job that may hold anything may not hold what JSON has no number for."""
+    stack: list[tuple[tuple[str | int, ...], Any]] = [((), document)]
+    while stack:
+        place, part = stack.pop()
+        if isinstance(part, float) and not math.isfinite(part):
+            field, shown = path_name(place), describe(part)
+            raise JobError(
+                "invalid_value", f"{field}: {shown} is not a finite number", field=field, value=shown,
+                limit="finite numbers", job_id=job.id,
+            )  # fmt: skip
+        children = (
+            part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
+        )
+        stack.extend(((*place, name), child) for name, child in children)
+
+
 def _refuse_duplicate_keys(document: dict[str, Any], value: bytes, job_id: str) -> None:
     """Two values for one field are a mistake that must not pick one silently.
 
-    Only a document that holds the text of some key more often than it holds the key pays for the slow reader.
+    Only a record that seems to hold more keys than were read from it pays for the slow reader.
     """
-    counts = _key_counts(document)
-    if all(value.count(b'"%s"' % key.encode()) <= count for key, count in counts.items()):
+    if len(_END_OF_KEY.findall(value)) <= _num_keys(document):
         return
     repeated: list[str] = []
 
@@ -140,17 +166,14 @@ def _refuse_duplicate_keys(document: dict[str, Any], value: bytes, job_id: str) 
         )  # fmt: skip
 
 
-def _key_counts(document: Any) -> dict[str, int]:
-    """How many objects hold each key, at any depth."""
-    counts: dict[str, int] = {}
+def _num_keys(document: Any) -> int:
+    """How many keys all its objects hold, at any depth."""
+    count = 0
     stack = [document]
     while stack:
         part = stack.pop()
         if isinstance(part, dict):
-            for key, child in part.items():
-                counts[key] = counts.get(key, 0) + 1
-                if isinstance(child, (dict, list)):
-                    stack.append(child)
-        else:
-            stack.extend(child for child in part if isinstance(child, (dict, list)))
-    return counts
+            count += len(part)
+        children = part.values() if isinstance(part, dict) else part
+        stack.extend(child for child in children if isinstance(child, (dict, list)))
+    return count

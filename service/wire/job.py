@@ -68,7 +68,9 @@ class Job(fields.StrictModel):
     ignore_eos: bool = False
     presence_penalty: fields.Penalty = 0.0
     frequency_penalty: fields.Penalty = 0.0
-    repetition_penalty: Annotated[float, fields.number(gt=0, le=limits.MAX_REPETITION_PENALTY)] = 1.0
+    repetition_penalty: Annotated[
+        float, fields.number(ge=limits.MIN_REPETITION_PENALTY, le=limits.MAX_REPETITION_PENALTY)
+    ] = 1.0
     logit_bias: fields.LogitBias | None = None
     logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
     """OpenAI's completions meaning: k alternatives beside each sampled token; 0 is the sampled one alone."""

@@ -31,6 +31,8 @@ MAX_TEMPERATURE: Final = 2.0
 MAX_TOP_K: Final = 1 << 20
 """Above every vocabulary (the largest known has 262,144 entries): more would mean the same as 0."""
 MAX_PENALTY: Final = 2.0
+# Logits are divided by it in float32: a hundredfold is beyond any use, 1e-38 would make them infinite.
+MIN_REPETITION_PENALTY: Final = 0.01
 MAX_REPETITION_PENALTY: Final = 2.0
 MIN_SEED: Final = -(1 << 63)
 MAX_SEED: Final = (1 << 63) - 1

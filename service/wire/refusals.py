@@ -52,11 +52,17 @@ def describe(value: Any, *, private: bool = False) -> str | int | float:
 
 
 def field_name(location: Iterable[int | str]) -> str:
-    """`messages[0].role` for ("messages", 0, "role"); the tag of the response format is no field."""
+    """The path of a refused field; pydantic puts the tag of the response format into it, which is no field."""
+    parts = list(location)
+    if len(parts) > 1 and parts[0] == "response_format" and parts[1] in FORMAT_TYPES:
+        del parts[1]
+    return path_name(parts)
+
+
+def path_name(path: Iterable[int | str]) -> str:
+    """`messages[0].role` for ("messages", 0, "role")."""
     name = ""
-    for position, part in enumerate(location):
-        if position == 1 and name == "response_format" and part in FORMAT_TYPES:
-            continue
+    for part in path:
         if isinstance(part, int):
             name += f"[{part}]"
         elif part != "[key]":

@@ -4,9 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from service.cli.generate import make_job
+from service.errors import SettingsError
 from tests.service.cli.conftest import ROOT, clean_env, command
 
 LENGTHS = (8, 2, 2, 2, 6, 4, 4, 4)
@@ -48,10 +51,85 @@ def test_lab_takes_given_lengths_and_draws_slots_as_rows() -> None:
 
 @pytest.mark.parametrize("requests", ["", "0", "3,x", "9999999", ",".join("1" * 300)])
 def test_lab_refuses_lengths_out_of_range(requests: str) -> None:
-    ended = _run("lab", "--requests", requests or " ")
+    ended = _run("lab", "--requests", requests)
     assert ended.returncode == 2
     assert "--requests" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("requests", "slots", "reason"),
+    [
+        ("8,2,2", "4", "every request has a slot from the start"),
+        ("4,4,4", "2", "requests of equal length leave nothing to fill"),
+        ("2,3,1,6", "2", "filling slots earlier does not end the last request sooner"),
+    ],
+)
+def test_lab_tells_why_it_is_a_tie(requests: str, slots: str, reason: str) -> None:
+    assert f"a tie: {reason}" in _run("lab", "--requests", requests, "--slots", slots).stdout
+
+
+def _make(prompt: str = "x", **options: Any) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"system": None, "raw": True, "job_id": None, "seed": None, "model": None}
+    return make_job(prompt, **(defaults | {"stop": []} | options))
+
+
+def test_seed_zero_is_a_seed() -> None:
+    assert _make(seed=0)["seed"] == 0
+    assert not {"seed", "model", "stop"} & _make().keys()
+
+
+def test_input_that_is_not_utf8_is_one_clear_line() -> None:
+    ended = subprocess.run(
+        command("generate", "-"),
+        env=clean_env(),
+        cwd=ROOT,
+        input=b"ab\xff\xfe",
+        capture_output=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr == b"tailrace: prompt: byte 0xff at offset 2 of standard input is not valid UTF-8\n"
+    with pytest.raises(SettingsError, match="must be valid UTF-8"):
+        _make("\udcff")
+
+
+@pytest.mark.parametrize("arguments", [("config", "--json"), ("config",)])
+def test_full_disk_under_the_output_is_one_line(arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            command(*arguments),
+            env=_buffered_env(),
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == b"tailrace: output cannot be written: No space left on device\n"
+
+
+def _buffered_env() -> dict[str, str]:
+    """Output is written when the buffer is full or the command ends, as in a shell's pipe."""
+    env = clean_env()
+    del env["PYTHONUNBUFFERED"]
+    return env
+
+
+def test_output_that_is_a_folder_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    for arguments in (("submit", "-", "--wait"), ("summarize", str(tmp_path))):
+        ended = _run(*arguments, "-o", str(tmp_path))
+        assert ended.returncode == 2
+        assert ended.stderr == f"tailrace: {tmp_path} cannot be written: Is a directory\n"
+
+
+@pytest.mark.parametrize("arguments", [("list",), ("replay", "0:1")])
+def test_dead_letters_without_a_broker_leave_nothing_unclosed(arguments: tuple[str, ...]) -> None:
+    ended = _run("dlq", *arguments, TAILRACE_KAFKA_BOOTSTRAP="127.0.0.1:1")
+    assert ended.returncode == 1
+    assert "Kafka at 127.0.0.1:1 does not answer" in ended.stderr
+    assert "Unclosed" not in ended.stderr
 
 
 def test_unknown_setting_is_one_line_and_exit_code_two() -> None:

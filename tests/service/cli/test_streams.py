@@ -1,11 +1,14 @@
 """generate, tail, cancel and doctor against a running service."""
 
+import asyncio
 import json
 import signal
 import subprocess
+from asyncio.subprocess import PIPE
 from pathlib import Path
 
 from tests.service.cli.conftest import ROOT, Service, Tailrace, command
+from tests.support.proxy import running_proxy
 
 
 def test_generate_prints_the_text_and_tail_the_same_later(tailrace: Tailrace) -> None:
@@ -62,6 +65,47 @@ def test_ctrl_c_cancels_the_job(tailrace: Tailrace, service: Service) -> None:
         assert running.returncode == 130
         assert "cancelled cli-ctrl-c" in stderr
     assert "cancelled" in tailrace("tail", "cli-ctrl-c").stderr
+
+
+async def test_ctrl_c_while_redis_is_away_ends_without_traceback(
+    tailrace: Tailrace, service: Service
+) -> None:
+    async with running_proxy(int(service.redis.split(":")[1])) as proxy:
+        addresses = {"TAILRACE_REDIS_URL": proxy.url, "TAILRACE_KAFKA_BOOTSTRAP": service.kafka}
+        running = await asyncio.create_subprocess_exec(
+            *command("generate", "Hello", "--max-tokens", "4000", "--id", "cli-no-redis", "--json"),
+            env=service.env | addresses, cwd=ROOT, stdout=PIPE, stderr=PIPE,
+        )  # fmt: skip
+        assert running.stdout is not None
+        assert json.loads(await running.stdout.readline())["kind"] == "start"
+        proxy.accepting = False
+        proxy.cut()
+        running.send_signal(signal.SIGINT)
+        _, stderr = await running.communicate()
+    assert running.returncode == 130
+    assert b"cli-no-redis may go on: Redis does not answer" in stderr
+    assert b"Traceback" not in stderr
+    await asyncio.to_thread(tailrace, "cancel", "cli-no-redis")
+
+
+def test_id_of_another_job_does_not_show_its_output(tailrace: Tailrace) -> None:
+    first = tailrace("generate", "Hello", "--max-tokens", "5", "--id", "cli-taken")
+    other = tailrace("generate", "Another", "--max-tokens", "5", "--id", "cli-taken")
+    assert (other.returncode, other.stdout) == (1, "")
+    assert "id: 'cli-taken' was given to another job before" in other.stderr
+    same = tailrace("generate", "Hello", "--max-tokens", "5", "--id", "cli-taken")
+    assert (same.returncode, same.stdout) == (0, first.stdout)
+
+
+def test_waiting_for_the_end_of_an_unknown_job_says_so(service: Service) -> None:
+    with subprocess.Popen(
+        command("cancel", "cli-nobody", "--wait"),
+        env=service.env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as running:  # fmt: skip
+        assert running.stderr is not None
+        assert running.stderr.readline().startswith("no worker has taken job cli-nobody yet")
+        running.send_signal(signal.SIGINT)
+        assert running.wait() == 130
 
 
 def test_doctor_is_content(tailrace: Tailrace) -> None:

@@ -100,6 +100,36 @@ def test_stale_file_of_a_reused_pid_is_not_believed() -> None:
     assert not path.exists()
 
 
+def test_runtime_folder_that_cannot_be_made_is_made_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/proc")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert registry.runtime_folder() == tmp_path / f"tailrace-{os.getuid()}"
+
+
+async def test_pair_that_cannot_be_announced_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "tailrace").mkdir(mode=0o755)
+    stack = EmbeddedStack()
+    with pytest.raises(DependencyError, match=r"cannot be announced: .* mode 0700"):
+        async with stack:
+            pytest.fail("announced in a folder that others can read")
+    assert not any(_runs(pid) for pid in stack.pids.values())
+
+
+def test_supervisor_whose_parent_is_gone_ends_quietly(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    script = _root() / "service/embedded/supervisor.py"
+    spec = json.dumps({"servers": {}, "start_timeout_s": 1, "scratch": str(tmp_path / "scratch")})
+    ended = subprocess.run(
+        [sys.executable, "-I", "-S", str(script), spec],
+        stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE, check=False,
+    )  # fmt: skip
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
 def test_runtime_folder_readable_by_others_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tailrace").mkdir(mode=0o755)
     with pytest.raises(PermissionError, match="0700"):

@@ -64,6 +64,19 @@ def test_readme_lists_the_settings_of_the_code() -> None:
     assert made.stdout in (ROOT / "README.md").read_text(), "run ops/settings-table"
 
 
+def test_settings_table_takes_no_arguments() -> None:
+    before = (ROOT / "README.md").stat().st_mtime_ns
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "ops/settings-table"), "--check"], capture_output=True, check=False
+    )
+    assert ended.returncode == 2
+    assert (ROOT / "README.md").stat().st_mtime_ns == before
+
+
+def test_virtual_environment_is_ignored_as_folder_and_as_link() -> None:
+    assert ".venv" in (ROOT / ".gitignore").read_text().splitlines()
+
+
 @pytest.mark.parametrize("name", ["ops/setup", "ops/demo", "ops/test", ".ci/run"])
 def test_scripts_are_executable_and_parse(name: str) -> None:
     assert (ROOT / name).stat().st_mode & 0o111 == 0o111

@@ -37,8 +37,30 @@ def test_failed_rows_are_made_again_only_when_asked(tmp_path: Path) -> None:
     with RowFile(path, redo=lambda row: row["status"] != "completed") as rows:
         assert list(rows.kept) == ["b"]
         assert rows.attempts == {"a": 1, "b": 1}
-    assert [row["key"] for row in _lines(path)] == ["b"]
+        rows.append({"key": "a", "status": "completed", "tries": 2})
+    assert _lines(path) == [
+        {"key": "a", "status": "completed", "tries": 2},
+        {"key": "b", "status": "completed"},
+    ]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_interrupted_retry_does_not_forget_how_often_a_row_was_tried(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    failed = b'{"key":"a","status":"failed","tries":3}\n'
+    path.write_bytes(failed)
+    with RowFile(path, redo=lambda row: row["status"] != "completed"):
+        assert path.read_bytes() == failed
+    with RowFile(path, redo=lambda row: row["status"] != "completed") as rows:
+        assert rows.attempts == {"a": 3}
+
+
+def test_crash_between_the_new_row_and_the_end_leaves_the_new_one_standing(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b'{"key":"a","status":"failed"}\n{"key":"a","status":"completed","tries":2}\n')
+    with RowFile(path, redo=lambda row: row["status"] != "completed") as rows:
+        assert rows.kept["a"]["status"] == "completed"
+    assert [row["status"] for row in _lines(path)] == ["completed"]
 
 
 def test_foreign_file_is_not_appended_to(tmp_path: Path) -> None:
@@ -59,4 +81,6 @@ def test_checkpoint_is_not_reused_after_the_prompt_or_model_changed() -> None:
 
 def test_unwritable_output_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot be written"), RowFile(tmp_path / "no" / "out.jsonl"):
+        pass
+    with pytest.raises(SettingsError, match="cannot be written: Is a directory"), RowFile(tmp_path):
         pass

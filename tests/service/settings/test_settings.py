@@ -42,6 +42,8 @@ def test_unknown_name_is_refused_with_a_suggestion() -> None:
         ("KAFKA_BOOTSTRAP", "localhost", "host:port"),
         ("KAFKA_BOOTSTRAP", "a:1,b:99999", "'b:99999' is not host:port"),
         ("REDIS_URL", "http://x", "redis://"),
+        ("REDIS_URL", "redis://127.0.0.1:notaport/0", "port must be a number in 1–65535"),
+        ("REDIS_URL", "redis://127.0.0.1:65536", "port must be a number in 1–65535"),
         ("DEVICE", "tpu", "'auto', 'cpu' or 'cuda'"),
         ("JOBS_TOPIC", "a b", "pattern"),
         ("BLOCK_SIZE", "24", "power of two"),
@@ -83,6 +85,9 @@ def test_secrets_are_masked() -> None:
 def test_secret_does_not_leak_through_an_error() -> None:
     with pytest.raises(SettingsError) as error:
         load_settings({"TAILRACE_REDIS_URL": "http://:hunter2@db"})
+    assert "hunter2" not in str(error.value)
+    with pytest.raises(SettingsError) as error:
+        load_settings({"TAILRACE_REDIS_URL": "redis://user:hunter2#more@db"})
     assert "hunter2" not in str(error.value)
 
 

@@ -29,7 +29,7 @@ def bad_fields() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"frequency_penalty": 3}, "frequency_penalty: 3 is above the limit 2"
     yield (
         {"repetition_penalty": 0},
-        "repetition_penalty: 0 is not above the limit 0 (which is itself excluded)",
+        "repetition_penalty: 0 is below the limit 0.01",
     )
     yield {"logprobs": 21}, "logprobs: 21 is above the limit 20"
     yield {"logprobs": True}, "logprobs: true is not an integer"

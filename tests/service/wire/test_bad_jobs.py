@@ -166,6 +166,10 @@ def test_nesting_bomb_in_a_free_form_part(place: str) -> None:
         '{"id":"a","messages":[{"role":"user","role":"system","content":"x"}]}',
         '{"id":"a","prompt":"x","metadata":{"a":[{"b":1,"b":2}]}}',
         '{"custom_id":"a","url":"/v1/completions","body":{"prompt":"x","seed":1,"seed":2}}',
+        r'{"id":"a","prompt":"x","prom\u0070t":"y"}',
+        r'{"id":"a","prompt":"x","metadata":{"a\/b":1,"a/b":2}}',
+        r'{"id":"a","prompt":"x","metadata":{"a\\":1,"a\\" :2}}',
+        r'{"id":"a","prompt":": \"x\": ","metadata":{"\"":1,"\"":2}}',
     ],
 )
 def test_duplicate_key_is_refused_instead_of_the_last_one_winning(text: str) -> None:
@@ -177,6 +181,35 @@ def test_key_that_is_also_a_word_of_the_text_is_no_duplicate() -> None:
         {"id": "a", "prompt": 'the words "id" and "prompt" and "prompt"', "metadata": {"id": "prompt"}}
     )
     assert job.id == "a"
+
+
+@pytest.mark.parametrize("text", ['"a": 1, "a": 2', ': "', '\\": \\\\": "', "\\"])
+def test_text_that_looks_like_keys_is_no_duplicate(text: str) -> None:
+    assert parse({"id": "a", "prompt": text, "metadata": {text: 1}}).prompt == text
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ('"metadata":{"a":[1,{"b":NaN}]}', "metadata.a[1].b: NaN is not a finite number"),
+        (f'"metadata":{{"a":-{"9" * 5000}}}', "metadata.a: -Infinity is not a finite number"),
+        (f'"max_tokens":{"9" * 5000}', "max_tokens: Infinity is not an integer"),
+        (
+            '"response_format":{"type":"json_schema","json_schema":{"name":"n","schema":{"minimum":NaN}}}',
+            "response_format.json_schema.schema.minimum: NaN is not a finite number",
+        ),
+    ],
+    ids=["nan", "digits", "field", "schema"],
+)
+def test_number_that_json_cannot_write_is_named_by_its_field(field: str, message: str) -> None:
+    error = error_of(f'{{"id":"job-1","prompt":"x",{field}}}'.encode())
+    assert (error.code, error.message, error.job_id) == ("invalid_value", message, "job-1")
+
+
+def test_penalty_too_small_to_divide_by_is_refused() -> None:
+    error = error_of({**GOOD, "repetition_penalty": 1e-300})
+    assert error.message == "repetition_penalty: 1e-300 is below the limit 0.01"
+    assert parse({**GOOD, "repetition_penalty": 0.01}).repetition_penalty == 0.01
 
 
 def test_text_of_the_user_never_stands_in_an_error() -> None:
