@@ -11,6 +11,7 @@ from kernels.kv_pool import KVPool
 from kernels.models import fused_step
 from kernels.models.rope import rotary_tables
 from kernels.ops.cpu.jit import cpu_kernels_supported
+from kernels.ops.cpu.precompile import precompile
 from kernels.ops.cpu.tasks import END_STAMP, PHASE_BYTES, START_STAMP
 from kernels.ops.cpu.threads import run_on_threads
 from kernels.ops.linear.cpu import TILE_BYTES, describe
@@ -141,6 +142,7 @@ class FusedDecoder:
             step[name] = value
 
     def _compile(self) -> None:
+        precompile(fused_step.__name__, (*fused_step.UNITS, fused_step.work))
         for unit, name in zip(fused_step.UNITS, fused_step.UNIT_NAMES, strict=True):
             self._step[0][name] = unit.address
         self._compiled = True

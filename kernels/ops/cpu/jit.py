@@ -45,12 +45,14 @@ class Unit:
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
+        self.name = function.__name__
+        self.source = Path(function.__code__.co_filename)
         self.num_arguments = function.__code__.co_argcount
 
     @cached_property
     def _compiled(self) -> Any:
         signature = types.void(*[types.int64] * self.num_arguments)
-        return numba.cfunc(signature, cache=_use_cache_folder(), **_OPTIONS)(self._function)
+        return numba.cfunc(signature, cache=use_cache_folder(), **_OPTIONS)(self._function)
 
     @property
     def address(self) -> int:
@@ -108,7 +110,7 @@ def _sources_digest() -> str:
 
 
 @cache
-def _use_cache_folder() -> bool:
+def use_cache_folder() -> bool:
     """Whether there is one; without, every process compiles for itself."""
     # Numba looks only at the unit's own file when it decides whether a cached kernel is stale, so
     # the folder's name is a hash of all kernel sources.

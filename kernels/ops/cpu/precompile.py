@@ -1,0 +1,57 @@
+"""Compiles a module's units in a process of its own, before this one loads them from the cache.
+
+The code that Numba runs right after compiling and the code that it keeps come from the same source, but they are not
+bit for bit the same: sums round differently. If the first process of a machine ran the one and all later ones the
+other, a job that moves between them could continue with another token. So every process runs what was kept.
+"""
+
+import hashlib
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import llvmlite.binding as llvm
+
+from kernels.ops.cpu.jit import Unit, numba, use_cache_folder
+
+ROOT = Path(__file__).resolve().parents[3]
+TIMEOUT_S = 600.0
+
+_CHILD = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from kernels.ops.cpu.jit import numba
+numba.config.CACHE_DIR = sys.argv[2]
+import importlib
+for name in sys.argv[4:]:
+    getattr(importlib.import_module(sys.argv[3]), name).address
+"""
+
+
+def precompile(module: str, units: Sequence[Unit]) -> None:
+    """Seconds at the first call on a machine, nothing later. Where it cannot be done, units compile when first used."""
+    if not use_cache_folder():
+        return
+    folder = Path(numba.config.CACHE_DIR)
+    marker = folder / f"ready-{_fingerprint(units)}"
+    if marker.exists():
+        return
+    names = [unit.name for unit in units]
+    command = [sys.executable, "-c", _CHILD, str(ROOT), str(folder), module, *names]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    if done.returncode == 0:
+        marker.touch()
+
+
+def _fingerprint(units: Sequence[Unit]) -> str:
+    """Of what Numba's index asks about: each source and when it was written, the compiler and the processor."""
+    sources = [(unit.name, unit.source, unit.source.stat().st_mtime_ns) for unit in units]
+    facts = (sources, numba.__version__, platform.python_version(), llvm.get_host_cpu_name())
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
