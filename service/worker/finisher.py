@@ -46,15 +46,14 @@ class Finisher:
         self.settle(run)
         return True
 
-    async def refuse_record(self, run: JobRun, error: JobError) -> bool:
+    async def refuse_record(self, run: JobRun, error: JobError) -> None:
         """End a record that is no job: dead letter, and a result under the best id it can be filed under."""
         await self._dead_letter(run, error)
         status: Status = "failed" if error.code in UNREADABLE_CODES else "rejected"
         for job_id in (error.job_id, placeholder_id("unparsed", run)):
             if job_id is not None and await self._open_and_end(run, job_id, status, error):
-                return True
+                return
         self.settle(run)
-        return True
 
     async def refuse_duplicate(self, run: JobRun, opened: Opened) -> None:
         """Settle a record whose id belongs to another record, without touching that one's result."""
@@ -87,7 +86,9 @@ class Finisher:
         if opened.outcome is Outcome.OPENED:
             self._c.table.name(run, job_id, opened.epoch)
             self._c.publisher.start(job_id, opened.epoch, attempt=opened.epoch)
-            return await self.end(run, status, error)
+            # Fenced or not: the id is this record's, and whoever holds it now files the same refusal.
+            await self.end(run, status, error)
+            return True
         self.settle(run)
         return True
 

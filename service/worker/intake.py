@@ -34,8 +34,8 @@ class Intake:
         self._c = context
         self._finisher = finisher
 
-    async def take(self, run: JobRun) -> bool:
-        """Returns when the job is in the engine or settled. False: a newer attempt holds its stream."""
+    async def take(self, run: JobRun) -> None:
+        """Returns when the job is in the engine, settled, or held by a newer attempt."""
         delivery = run.delivery
         try:
             job = parse_job(
@@ -45,26 +45,28 @@ class Intake:
                 max_record_bytes=self._c.names.max_job_bytes,
             )
         except JobError as error:
-            return await self._finisher.refuse_record(run, error)
+            await self._finisher.refuse_record(run, error)
+            return
         run.job, run.job_id = job, job.id
         try:
             opened = await self._c.publisher.open(
                 job.id, origin=run.origin, digest=digest_of(delivery), num_choices=job.n, stream=job.stream
             )
         except JobError as error:
-            return await self._finisher.refuse_record(run, error)
+            await self._finisher.refuse_record(run, error)
+            return
         if opened.outcome is Outcome.ENDED:
             self._c.metrics.duplicates.inc()
             self._finisher.settle(run)
-            return True
+            return
         if opened.outcome is Outcome.DUPLICATE:
             await self._finisher.refuse_duplicate(run, opened)
-            return True
+            return
         self._c.table.name(run, job.id, opened.epoch)
         run.cancelled |= opened.cancelled or self._c.table.was_cancelled(job.id)
-        return await self._admit(run, job, opened)
+        await self._admit(run, job, opened)
 
-    async def _admit(self, run: JobRun, job: Job, opened: Opened) -> bool:
+    async def _admit(self, run: JobRun, job: Job, opened: Opened) -> None:
         publisher = self._c.publisher
         try:
             self._check_attempts(run, opened.fruitless)
@@ -79,14 +81,16 @@ class Intake:
             publisher.start(job.id, run.epoch, attempt=run.epoch)
             if run.abandoned:
                 publisher.abandon(job.id, run.epoch)
-                return True
+                return
             self._add_requests(run, prompt)
         except JobError as error:
             publisher.start(job.id, run.epoch, attempt=run.epoch)
             status: Status = "failed" if error.code == TOO_MANY_ATTEMPTS else "rejected"
-            return await self._finisher.end(run, status, error)
+            await self._finisher.end(run, status, error)
+            return
         # What has nothing left to compute ends here: cancelled before it began, or stopped in an earlier attempt.
-        return await self._finisher.end(run, status_of(run)) if run.finished else True
+        if run.finished:
+            await self._finisher.end(run, status_of(run))
 
     def _check_attempts(self, run: JobRun, num_fruitless: int) -> None:
         """A job that takes its worker down with it must not go on to the next one for ever."""
