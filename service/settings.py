@@ -9,6 +9,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from redis.asyncio import ConnectionPool
+from redis.exceptions import RedisError
 
 from service.errors import SettingsError
 
@@ -131,6 +133,10 @@ class Settings(BaseSettings):
             port = 0
         if port == 0:
             raise ValueError("the port must be a number in 1–65535")
+        database = parts.path.strip("/")
+        if parts.scheme != "unix" and database and not database.isdecimal():
+            raise ValueError(f"the database is {database!r}; must be a number")
+        _check_redis_options(value)
         return value
 
     @model_validator(mode="after")
@@ -158,6 +164,17 @@ class Settings(BaseSettings):
     def redis_url_masked(self) -> str:
         """For logs: the URL without its password."""
         return mask_url(self.redis_url)
+
+
+def _check_redis_options(url: str) -> None:
+    """redis-py looks at the query's options when it first connects, minutes after the start if Redis is away."""
+    try:
+        ConnectionPool.from_url(url).make_connection()  # type: ignore[no-untyped-call]  # redis-py: no hints
+    except TypeError as error:
+        option = str(error).rpartition(" ")[2]
+        raise ValueError(f"the query option {option} is not one that redis-py knows") from None
+    except RedisError as error:
+        raise ValueError(f"the query's options: {error}") from None
 
 
 @cache

@@ -95,8 +95,7 @@ class JobFlow:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _begin(self, delivery: Delivery) -> None:
-        age_s = max(0.0, time.time() - delivery.timestamp_ms / 1000)
-        run = JobRun(delivery, arrival_s=self._c.clock() - age_s)
+        run = JobRun.begin(delivery, now_s=self._c.clock(), wall_s=time.time())
         self._c.table.add(run)
         self._c.table.num_in_intake += 1
         self._spawn(self._guarded(run, self._take_in(run)))

@@ -58,6 +58,8 @@ class JobRun:
     delivery: Delivery
     arrival_s: float
     """When the record was stamped, carried over to this process's clock: the backlog's delay counts."""
+    stamp_ms: int
+    """Wall-clock milliseconds of the record; of its arrival, when its producer sent no time (0 or -1)."""
     job: Job | None = None
     job_id: str = ""
     epoch: int = 0
@@ -75,6 +77,12 @@ class JobRun:
     abandoned: bool = False
     """Not ours any more: say nothing about it to anybody."""
     error: ErrorInfo | None = None
+
+    @classmethod
+    def begin(cls, delivery: Delivery, *, now_s: float, wall_s: float) -> "JobRun":
+        """A delivery that came at now_s on the monotonic clock, wall_s on the wall's."""
+        stamp_ms = delivery.timestamp_ms if delivery.timestamp_ms > 0 else int(wall_s * 1000)
+        return cls(delivery, arrival_s=now_s - max(0.0, wall_s - stamp_ms / 1000), stamp_ms=stamp_ms)
 
     @property
     def origin(self) -> str:

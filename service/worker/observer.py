@@ -58,7 +58,8 @@ class Observer:
         metrics, consumer, publisher = self._metrics, self._consumer.stats(), self._publisher
         metrics.incomplete_offsets.set(consumer.incomplete)
         head_ms = consumer.head_timestamp_ms
-        metrics.head_of_line_age.set(0.0 if head_ms is None else max(0.0, wall_s - head_ms / 1000))
+        head_age_s = wall_s - head_ms / 1000 if head_ms and head_ms > 0 else 0.0  # 0, -1: stamped by nobody
+        metrics.head_of_line_age.set(max(0.0, head_age_s))
         metrics.consumer_rebuilds.inc(self._grown("rebuilds", consumer.rebuilds))
         metrics.rebalances.inc(self._grown("assignments", consumer.assignments))
         metrics.redis_backlog_bytes.set(publisher.backlog_bytes)

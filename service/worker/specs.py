@@ -139,7 +139,7 @@ def _sampling(job: Job, choice: ChoiceRun, grammar: str | None) -> SamplingParam
 
 
 def _deadline_s(run: JobRun, job: Job) -> float | None:
-    deadline_ms = job.deadline_at_ms(run.delivery.timestamp_ms)
+    deadline_ms = job.deadline_at_ms(run.stamp_ms)
     if deadline_ms is None:
         return None
-    return run.arrival_s + (deadline_ms - run.delivery.timestamp_ms) / 1000
+    return run.arrival_s + (deadline_ms - run.stamp_ms) / 1000

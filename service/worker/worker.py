@@ -66,6 +66,9 @@ class Worker:
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="text") as text_executor:
             loaded = await self._load(text_executor)
             try:
+                if self._stop.is_set():
+                    log.info("stopped_while_loading", worker=self.name)
+                    return
                 parts = assemble(self._settings, loaded, self.metrics, text_executor, worker=self.name)
                 await self._serve(parts)
             finally:
