@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kernels.grammar import GrammarError, Grammars, GrammarSeats
+from kernels.last_tokens import LastTokens
+from kernels.runner import FinishedStep
 from scheduler.plan import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
 EOS_TOKEN_ID = 256
@@ -65,12 +67,14 @@ class DeterministicRunner:
         self.block_size = options.block_size
         self.num_blocks = options.num_blocks
         self.vocab_size = VOCAB_SIZE
+        self.prefers_lookahead = False
         self.eos_token_ids = (EOS_TOKEN_ID,)
         self.max_model_len = options.max_model_len or options.num_blocks * options.block_size
         num_slots = options.num_blocks * options.block_size
         self._after = array("Q", [_UNWRITTEN]) * num_slots
         self._before = array("Q", [_UNWRITTEN]) * options.num_blocks
         self._grammar_seats = GrammarSeats()
+        self._last_tokens = LastTokens()
 
     def constrain_with(self, grammars: Grammars) -> None:
         self._grammar_seats = GrammarSeats(grammars)
@@ -78,16 +82,29 @@ class DeterministicRunner:
     def warmup(self) -> None:
         pass
 
-    def step(self, plan: StepPlan) -> StepResult:
+    def begin(self, plan: StepPlan) -> FinishedStep:
         started_s = time.perf_counter()
         self._grammar_seats.release(plan.released_seats)
+        self._last_tokens.release(plan.released_seats)
         for source, destination in plan.block_copies:
             self._copy_block(source, destination)
-        results = tuple(self._run(row) for row in plan.rows)
+        errors = self._last_tokens.resolve(plan.rows).errors
+        results = tuple(
+            RowResult(row.request_id, error=errors[idx])
+            if idx in errors
+            else self._run(self._last_tokens.known(row))
+            for idx, row in enumerate(plan.rows)
+        )
+        sampled = [row for row in plan.rows if row.sampling is not None]
+        self._last_tokens.expect(plan.step_id, sampled)
+        self._last_tokens.keep(plan.step_id, plan.rows, results)
         remaining_s = self._options.step_time.of(plan) - (time.perf_counter() - started_s)
         if remaining_s > 0:
             time.sleep(remaining_s)
-        return StepResult(plan.step_id, results, time.perf_counter() - started_s)
+        return FinishedStep(StepResult(plan.step_id, results, time.perf_counter() - started_s))
+
+    def step(self, plan: StepPlan) -> StepResult:
+        return self.begin(plan).wait()
 
     def _copy_block(self, source: int, destination: int) -> None:
         size = self.block_size

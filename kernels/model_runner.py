@@ -1,7 +1,7 @@
 """The Runner that computes: a model, its KV pool and the sampler, driven by plans."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,9 +10,12 @@ import torch
 from kernels.batch import ForwardBatch
 from kernels.config import ModelConfig
 from kernels.grammar import Grammars
+from kernels.last_tokens import LastTokens
 from kernels.plan_buffers import PlanBuffers
+from kernels.runner import FinishedStep, PendingStep
+from kernels.running_step import PendingSample, RunningStep
 from kernels.sampling import Sampler
-from scheduler.plan import RowResult, SamplingParams, ScheduledRow, StepPlan, StepResult
+from scheduler.plan import SamplingParams, ScheduledRow, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,11 @@ class Model(Protocol):
     def warmup(self) -> None: ...
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Writes the batch's K/V into the pool and gives the logits [num_sampled, vocab_size] in float32."""
+        """Writes the batch's K/V into the pool and gives the logits [num_sampled, vocab_size] in float32.
+
+        A token id of -1 - seat stands for the last token that the sampler chose at that seat; it only comes to models
+        whose sampler gives samples that are not done at once.
+        """
         ...
 
 
@@ -62,7 +69,18 @@ class TokenSampler(Protocol):
 
     def release(self, seats: Sequence[int]) -> None: ...
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> list[RowResult]: ...
+    def warmup(self, logits: torch.Tensor) -> None:
+        """Compile what choosing from such logits, [1, vocab_size], may need. Not for a sampler that is in use."""
+        ...
+
+    def prepare(self, rows: Sequence[ScheduledRow]) -> None:
+        """Called before the forward pass of a step whose sampling rows are these, pending ones as they were planned."""
+        ...
+
+    def start(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> PendingSample:
+        """One token per row. Of pending rows, those with a grammar come with their token, and so do those with
+        penalties once the host knows it; the others as they were planned."""
+        ...
 
 
 class ModelRunner:
@@ -87,6 +105,13 @@ class ModelRunner:
         )
         self._make_sampler = make_sampler or (lambda: Sampler(model.config.vocab_size))
         self._sampler = self._make_sampler()
+        self._last_tokens = LastTokens()
+        self._latest: RunningStep | None = None
+
+    @property
+    def model(self) -> Model:
+        """For measuring it by itself, while no step runs."""
+        return self._model
 
     @property
     def config(self) -> ModelConfig:
@@ -113,6 +138,10 @@ class ModelRunner:
         return self._model.config.eos_token_ids
 
     @property
+    def prefers_lookahead(self) -> bool:
+        return self._model.kv_pool.device.type == "cuda"
+
+    @property
     def dtype(self) -> torch.dtype:
         return self._model.kv_pool.dtype
 
@@ -125,42 +154,70 @@ class ModelRunner:
 
     def warmup(self) -> None:
         self._model.warmup()
-        sampling = SamplingParams(seed=0, top_p=0.9, num_logprobs=1)
-        row = ScheduledRow("warmup", 0, (0,), 0, (0,), sampling, 0)
-        logits = torch.zeros((1, self.vocab_size), device=self._model.kv_pool.device)
-        self._make_sampler().sample(logits, [row])
+        self._make_sampler().warmup(torch.zeros((1, self.vocab_size), device=self._model.kv_pool.device))
 
-    def step(self, plan: StepPlan) -> StepResult:
+    def begin(self, plan: StepPlan) -> PendingStep:
         """Sampled rows get a token or an error of their own; the pool of other rows is never touched."""
-        started_s = time.perf_counter()
+        begun_s = time.perf_counter()
         self._sampler.release(plan.released_seats)
         self._buffers.release(plan.released_seats)
+        self._last_tokens.release(plan.released_seats)
         if plan.block_copies:
             self._model.kv_pool.copy_blocks(plan.block_copies)
-        results = self._compute(plan) if plan.rows else ()
-        return StepResult(plan.step_id, results, time.perf_counter() - started_s)
+        if not plan.rows:
+            return FinishedStep(StepResult(plan.step_id, (), time.perf_counter() - begun_s))
+        step = self._launch(plan, begun_s)
+        if step.is_done:
+            step.wait()  # so that a row of the next step finds its token
+        self._latest = step
+        return step
 
-    def _compute(self, plan: StepPlan) -> tuple[RowResult, ...]:
-        batch = self._buffers.fill(plan)
-        unknown = self._silence_unknown_tokens(plan.rows, batch)
+    def step(self, plan: StepPlan) -> StepResult:
+        return self.begin(plan).wait()
+
+    def _launch(self, plan: StepPlan, begun_s: float) -> RunningStep:
+        rows = plan.rows
+        sampled = [row for row in rows if row.sampling is not None]
+        pending = self._last_tokens.resolve(rows)
+        batch = self._buffers.fill(plan, pending.token_ids)
+        errors = pending.errors | self._silence_unknown_tokens(rows, batch, pending.token_ids)
+        self._sampler.prepare(sampled)
         logits = self._model.forward(batch)
-        sampled = [row for row in plan.rows if row.sampling is not None]
-        drawn = iter(self._sampler.sample(logits, sampled))
-        results = [RowResult(row.request_id) if row.sampling is None else next(drawn) for row in plan.rows]
-        for idx, error in unknown.items():
-            results[idx] = RowResult(plan.rows[idx].request_id, error=error)
-        return tuple(results)
+        sample = self._sampler.start(logits, self._with_histories(sampled))
+        self._last_tokens.expect(plan.step_id, sampled)
+        return RunningStep(plan, errors, sample, self._last_tokens, begun_s=begun_s, before=self._latest)
 
-    def _silence_unknown_tokens(self, rows: Sequence[ScheduledRow], batch: ForwardBatch) -> dict[int, str]:
+    def _with_histories(self, rows: Sequence[ScheduledRow]) -> list[ScheduledRow]:
+        """Masks are made on the host, so a grammar waits for the step before; the forward pass is under way by then."""
+        pending = [row for row in rows if row.is_pending and _params(row).needs_history]
+        if self._latest is not None and any(_params(row).grammar is not None for row in pending):
+            self._latest.wait()
+        return [self._last_tokens.known(row) if _params(row).needs_history else row for row in rows]
+
+    def _silence_unknown_tokens(
+        self, rows: Sequence[ScheduledRow], batch: ForwardBatch, pending: Mapping[int, int]
+    ) -> dict[int, str]:
         """Errors by row; an id outside the vocabulary would otherwise fail the lookup of the whole batch."""
         lowest, highest = batch.token_ids.aminmax()
         if int(lowest) >= 0 and int(highest) < self.vocab_size:
             return {}
         outside = (batch.token_ids < 0) | (batch.token_ids >= self.vocab_size)
+        if pending:  # their rows have one token each and come first: row and token have the same index
+            outside[list(pending)] = False
+        if not outside.any():
+            return {}
         batch.token_ids[outside] = 0
         return {
             idx: f"token {token_id} is outside the vocabulary of {self.vocab_size} tokens"
             for idx, row in enumerate(rows)
+            if idx not in pending
             for token_id in row.token_ids
             if not 0 <= token_id < self.vocab_size
         }
+
+
+def _params(row: ScheduledRow) -> SamplingParams:
+    assert row.sampling is not None, (
+        f"request {row.request_id}: a row that samples nothing reached the sampler"
+    )
+    return row.sampling

@@ -1,7 +1,8 @@
 """From a StepPlan to the model's ForwardBatch, in buffers allocated once. Step thread only."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +10,8 @@ import torch
 
 from kernels.batch import ForwardBatch
 from scheduler.plan import ScheduledRow, StepPlan
+
+NOTHING_PENDING: Mapping[int, int] = MappingProxyType({})
 
 
 class PlanBuffers:
@@ -36,8 +39,11 @@ class PlanBuffers:
             self._known_tables[seat] = ()
             self._seat_tables[seat] = 0
 
-    def fill(self, plan: StepPlan) -> ForwardBatch:
-        """Raises AssertionError for a plan beyond the limits the buffers were made for."""
+    def fill(self, plan: StepPlan, pending: Mapping[int, int] = NOTHING_PENDING) -> ForwardBatch:
+        """The batch of a plan; `pending` has the tokens of its pending rows, by index of the row.
+
+        Raises AssertionError for a plan beyond the limits the buffers were made for.
+        """
         rows = plan.rows
         lengths = np.fromiter((len(row.token_ids) for row in rows), dtype=np.int32, count=len(rows))
         num_tokens = int(lengths.sum())
@@ -47,6 +53,9 @@ class PlanBuffers:
         assert len(rows) <= self._max_num_rows, f"{len(rows)} rows in a plan; limit {self._max_num_rows}"
         tokens = chain.from_iterable(row.token_ids for row in rows)
         self._token_ids[:num_tokens] = np.fromiter(tokens, dtype=np.int64, count=num_tokens)
+        if pending:
+            # Rows of one token come first, so that there a row and its token have the same index.
+            self._token_ids[list(pending)] = list(pending.values())
         computed = np.fromiter((row.num_computed_tokens for row in rows), dtype=np.int64, count=len(rows))
         query_start = self._query_start[: len(rows) + 1]
         np.cumsum(lengths, out=query_start[1:])

@@ -13,6 +13,33 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8"]
 
 
+class PendingStep(Protocol):
+    """A step that has begun."""
+
+    @property
+    def is_done(self) -> bool:
+        """`wait` would not wait: nothing is gained by beginning the next step first."""
+        ...
+
+    def wait(self) -> StepResult:
+        """Its result; in the order of `begin`. Raises what the step raised, which means a bug of ours."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """A step that was computed when it began."""
+
+    result: StepResult
+
+    @property
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
 class Runner(Protocol):
     """Turns plans into tokens. Built anywhere, then used on the step thread only."""
 
@@ -33,6 +60,11 @@ class Runner(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def prefers_lookahead(self) -> bool:
+        """Steps run beside the host, so that planning the next one meanwhile pays."""
+        ...
+
     def constrain_with(self, grammars: Grammars) -> None:
         """Before the first step, on any thread. Without it, rows with a grammar end in an error."""
         ...
@@ -41,8 +73,16 @@ class Runner(Protocol):
         """Compiles and touches everything a step needs, so that the first step is no slower than others."""
         ...
 
+    def begin(self, plan: StepPlan) -> PendingStep:
+        """Starts one step; steps run strictly in this order, and a second may begin before the first is waited for.
+
+        A row that fails says so in its RowResult; an exception means a bug of ours. A pending row whose step before
+        failed gives some result or error, and leaves its neighbours alone.
+        """
+        ...
+
     def step(self, plan: StepPlan) -> StepResult:
-        """Computes one step. A row that fails says so in its RowResult; an exception means a bug of ours."""
+        """`begin` and `wait` in one."""
         ...
 
 

@@ -16,22 +16,46 @@ from scheduler.step_time import StepCosts
 class BlockNeed:
     """What one request takes from the pool when it is admitted now."""
 
-    hits: tuple[int, ...]
-    """Blocks of its cached prefix."""
+    shared: tuple[int, ...]
+    """Full blocks of its cached prefix, or of its lender."""
+    num_computed_tokens: int
+    """Tokens whose K/V is in the shared and the copied blocks."""
     num_new: int
     num_taken: int
     """Available blocks that it uses up: new ones, and cached ones that nobody else holds."""
+    lender: Request | None = None
+    """Running, with the same prompt computed."""
+    copied: int | None = None
+    """The lender's block whose beginning is to be copied into the first of the new ones."""
 
 
-def block_need(request: Request, pool: BlockPool, config: SchedulerConfig) -> BlockNeed:
-    """All known tokens get blocks at once; the last token is never taken from the cache, since something
-    has to be computed for a token to be sampled."""
+NO_NEED = BlockNeed((), 0, 0, 0)
+
+
+def block_need(
+    request: Request, pool: BlockPool, config: SchedulerConfig, lender: Request | None = None
+) -> BlockNeed:
+    """All known tokens get blocks at once; the last token is never taken from the cache or a lender, since
+    something has to be computed for a token to be sampled."""
+    block_size = pool.block_size
+    num_total = num_blocks_for(request.num_tokens, block_size)
+    num_lent = 0 if lender is None else min(len(request.spec.prompt_token_ids), request.num_tokens - 1)
     hits: tuple[int, ...] = ()
-    if config.enable_prefix_caching:
-        num_findable = (request.num_tokens - 1) // pool.block_size
-        hits = pool.match(request.hash_blocks(num_findable, pool.block_size))
-    num_new = num_blocks_for(request.num_tokens, pool.block_size) - len(hits)
-    return BlockNeed(hits=hits, num_new=num_new, num_taken=num_new + pool.num_unreferenced(hits))
+    num_findable = (request.num_tokens - 1) // block_size
+    if config.enable_prefix_caching and num_findable * block_size > num_lent:
+        hits = pool.match(request.hash_blocks(num_findable, block_size))
+    if lender is None or len(hits) * block_size >= num_lent:
+        num_new = num_total - len(hits)
+        return BlockNeed(hits, len(hits) * block_size, num_new, num_new + pool.num_unreferenced(hits))
+    num_full, num_copied = divmod(num_lent, block_size)
+    return BlockNeed(
+        shared=lender.block_table[:num_full],
+        num_computed_tokens=num_lent,
+        num_new=num_total - num_full,
+        num_taken=num_total - num_full,
+        lender=lender,
+        copied=lender.block_table[num_full] if num_copied else None,
+    )
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
@@ -54,19 +78,23 @@ def reserve_blocks(request: Request, running: Sequence[Request], config: Schedul
 
 def is_hopeless(
     request: Request,
+    num_missing_tokens: int,
     costs: StepCosts | None,
     running: Sequence[Request],
     now_s: float,
     config: SchedulerConfig,
 ) -> bool:
-    """Whether even at once admitted its first token is predicted after its deadline."""
+    """Whether even at once admitted its first token is predicted after its deadline.
+
+    num_missing_tokens: known tokens that it has to compute itself.
+    """
     deadline_s = request.spec.deadline_s
     if costs is None or deadline_s is None:
         return False
     backlog = sum(other.num_missing_tokens for other in running if other.num_missing_tokens > 1)
     context = sum(other.num_computed_tokens for other in running)
     ttft_s = predicted_ttft_s(
-        costs, backlog + request.num_tokens, config.max_num_batched_tokens, len(running), context
+        costs, backlog + num_missing_tokens, config.max_num_batched_tokens, len(running), context
     )
     return now_s + ttft_s > deadline_s
 
@@ -95,7 +123,7 @@ class AdmissionView:
         if victims:
             gone = set(victims)
             running = [other for other in self._running if other not in gone]
-            available += self._pool.num_freed_by([victim.block_table for victim in victims])
+            available += self._pool.num_freed_by([victim.block_table for victim in victims], need.shared)
         if need.num_taken + reserve_blocks(request, running, self._config) > available:
             return BlockedBy.BLOCKS
         gate = self._gate_over(running) if victims else self._own_gate()

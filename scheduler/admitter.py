@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from scheduler.admission import AdmissionView, BlockNeed, block_need, is_hopeless, reserve_blocks
+from scheduler.admission import NO_NEED, AdmissionView, BlockNeed, block_need, is_hopeless, reserve_blocks
 from scheduler.config import HopelessPolicy
 from scheduler.goodput import ChunkBudget
 from scheduler.policy import NUM_CLASSES, POLICY_RULES
@@ -29,6 +29,9 @@ class Admitter:
         self._config = state.config
         self._rules = POLICY_RULES[state.config.policy]
         self._blocked: _Block | None = None
+        self._joining: set[Request] = set()
+        """Static policy: waiting members of the running group, a seat kept for each. A sibling in the group
+        computes their prompt; they start when it has."""
         self._now_s = 0.0
 
     def run(
@@ -37,12 +40,18 @@ class Admitter:
         """Admit what the gates let in and give each its first chunk."""
         self._now_s = now_s
         self._blocked = None
+        waiting = self._state.waiting
         closed = self._closed_by(has_preempted=has_preempted)
-        if closed is not None:
-            for head in self._state.waiting.peek(1):
+        if closed is None or (closed is BlockedBy.GROUP and self._joining):
+            num_looked_at = self._config.max_num_seqs + self._config.max_blocked_scan + waiting.num_sharing
+            candidates = waiting.peek(num_looked_at) if closed is None else self._joiners()
+            grants = self._admit(candidates, chunks, costs)
+        else:
+            grants = []
+        if closed is not None and self._blocked is None:
+            for head in waiting.peek(1):
                 self._note(head, closed)
-            return []
-        return self._admit(chunks, costs)
+        return grants
 
     def blocked_head(self, now_s: float) -> BlockedHead | None:
         """The first request that the last step left waiting."""
@@ -60,32 +69,45 @@ class Admitter:
         )
 
     def _closed_by(self, *, has_preempted: bool) -> BlockedBy | None:
+        self._joining = {request for request in self._joining if request.status <= RequestStatus.PREEMPTED}
         if has_preempted:
             return BlockedBy.PREEMPTION
-        if self._state.running and not self._rules.refill:
+        if (self._state.running or self._state.num_leaving) and not self._rules.refill:
             return BlockedBy.GROUP
+        self._joining.clear()
         return None
 
-    def _admit(self, chunks: ChunkBudget, costs: StepCosts | None) -> list[Grant]:
+    def _joiners(self) -> list[Request]:
+        return sorted(self._joining, key=lambda request: (request.due_s, request.order))
+
+    def _admit(self, candidates: list[Request], chunks: ChunkBudget, costs: StepCosts | None) -> list[Grant]:
         state, config = self._state, self._config
         view = AdmissionView(config, state.pool, state.running, costs)
         grants: list[Grant] = []
         passed: list[Request] = []
         barred_rank = NUM_CLASSES
-        for request in state.waiting.peek(config.max_num_seqs + config.max_blocked_scan):
+        for request in candidates:
             if self._drop_hopeless(request, costs) or request.rank >= barred_rank:
                 continue
             reason, need, victims = self._judge(request, view)
+            if reason is BlockedBy.FORK:
+                self._await_sibling(request)
+                continue
             if reason is not None and not victims:
                 self._note(request, reason, need)
                 passed.append(request)
                 if request.num_bypassed >= config.max_bypasses or len(passed) > config.max_blocked_scan:
                     break
                 continue
-            num_cached = len(need.hits) * config.block_size
-            size = chunks.fit(num_cached, request.num_tokens - num_cached)
+            num_computed = need.num_computed_tokens
+            size = chunks.fit(num_computed, request.num_tokens - num_computed)
             if size == 0 and not self._rules.admit_beyond_budget:
                 self._note(request, BlockedBy.TOKENS)
+                break
+            if state.hold_back(
+                victims
+            ):  # they go when their step is back; until then nobody takes what they free
+                self._note(request, reason or BlockedBy.PREEMPTION, need)
                 break
             for victim in victims:
                 barred_rank = min(barred_rank, victim.rank)
@@ -94,8 +116,9 @@ class Admitter:
             for earlier in passed:
                 earlier.num_bypassed += 1
             state.admit(request, need)
+            self._joining.discard(request)
             view.entered(request, has_preempted=bool(victims))
-            chunks.take(num_cached, size)
+            chunks.take(num_computed, size)
             grants.append(Grant(request, size))
             if any(earlier.num_bypassed >= config.max_bypasses for earlier in passed):
                 break
@@ -105,17 +128,31 @@ class Admitter:
         self, request: Request, view: AdmissionView
     ) -> tuple[BlockedBy | None, BlockNeed, list[Request]]:
         """(gate that is closed, blocks wanted, who has to give way to open it)."""
-        num_free_seats = self._state.seats.num_free
+        forks = self._state.forks
+        lender = forks.lender(request)
+        if lender is None and forks.must_wait(request):
+            return BlockedBy.FORK, NO_NEED, []
+        num_kept_seats = len(self._joining) - (request in self._joining)
+        num_free_seats = self._state.seats.num_free - num_kept_seats
         if num_free_seats == 0 and not view.outranks_any(request):
-            return BlockedBy.SEATS, BlockNeed((), 0, 0), []
-        need = block_need(request, self._state.pool, self._config)
+            return BlockedBy.SEATS, NO_NEED, []
+        need = block_need(request, self._state.pool, self._config, lender)
         reason = view.blocked_by(request, need, num_free_seats)
         return reason, need, [] if reason is None else view.victims_for(request, need, num_free_seats)
 
+    def _await_sibling(self, request: Request) -> None:
+        """It takes part in the step through its sibling, so nobody overtakes it and it is in nobody's way."""
+        self._note(request, BlockedBy.FORK)
+        if not self._rules.refill and len(self._joining) < self._state.seats.num_free:
+            self._joining.add(request)
+
     def _drop_hopeless(self, request: Request, costs: StepCosts | None) -> bool:
         """End or put back a request that would miss its deadline even if it started now."""
+        num_missing = request.num_tokens
+        if self._state.forks.is_started(request):
+            num_missing -= min(len(request.spec.prompt_token_ids), request.num_tokens - 1)
         if request.relegated or not is_hopeless(
-            request, costs, self._state.running, self._now_s, self._config
+            request, num_missing, costs, self._state.running, self._now_s, self._config
         ):
             return False
         if self._config.hopeless_policy is HopelessPolicy.EXPIRE:

@@ -65,12 +65,14 @@ class BlockPool:
         """How many of `blocks` stop being available when they are held."""
         return sum(self._num_refs[block] == 0 for block in blocks)
 
-    def num_freed_by(self, tables: Iterable[Sequence[int]]) -> int:
-        """How many blocks become available when all of `tables` are released."""
+    def num_freed_by(self, tables: Iterable[Sequence[int]], wanted: Sequence[int] = ()) -> int:
+        """How many blocks become available when all of `tables` are released to whoever holds `wanted` then."""
         drops: dict[int, int] = {}
         for table in tables:
             for block in table:
                 drops[block] = drops.get(block, 0) + 1
+        for block in wanted:
+            drops.pop(block, None)
         return sum(self._num_refs[block] == count for block, count in drops.items())
 
     def hold(self, blocks: Iterable[int]) -> None:

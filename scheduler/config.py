@@ -45,6 +45,9 @@ class SchedulerConfig:
     max_model_len: int
     max_num_batched_tokens: int = 512
     """Token budget of a step."""
+    num_lookahead_steps: int = 0
+    """Steps that may be planned while one is out. 1: the device never waits for a plan, but the end of a request by
+    a stop id is seen a step late, and an arrival waits a step longer."""
     policy: Policy = Policy.CONTINUOUS
     watermark_blocks: int | None = None
     """Blocks an admission leaves for the growth of running requests; None: 1 % of the pool, at least 1."""
@@ -81,6 +84,8 @@ class SchedulerConfig:
             _require(name, getattr(self, name), at_least=1)
         for name in ("max_bypasses", "max_blocked_scan", "max_skipped_steps", "max_priority_preemptions"):
             _require(name, getattr(self, name), at_least=0)
+        if self.num_lookahead_steps not in (0, 1):
+            raise ValueError(f"num_lookahead_steps is {self.num_lookahead_steps}: must be 0 or 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}: must be at least max_num_seqs, "

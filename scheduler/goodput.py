@@ -43,17 +43,19 @@ def decode_cap(costs: StepCosts, limit_s: float, mean_context_tokens: float) -> 
     return max(1, math.floor((limit_s - costs.base_s) / row_s))
 
 
-def may_wait(request: Request, now_s: float, limit_s: float, max_skipped_steps: int) -> bool:
-    """Whether a decoding request can sit this step out and still be on time in the next one."""
+def may_wait(request: Request, start_s: float, limit_s: float, max_skipped_steps: int) -> bool:
+    """Whether a decoding request can sit the step that begins at start_s out and still be on time in the next one."""
     if request.num_skipped_steps >= max_skipped_steps:
         return False
-    return request.tpot_s is None or now_s + 2.0 * limit_s <= request.last_token_s + request.tpot_s
+    # A pending token comes when the step before ends, which is when this one begins.
+    last_token_s = start_s if request.num_pending_tokens else request.last_token_s
+    return request.tpot_s is None or start_s + 2.0 * limit_s <= last_token_s + request.tpot_s
 
 
 def choose_decodes(
-    costs: StepCosts, decodes: Sequence[Request], limit_s: float, now_s: float, max_skipped_steps: int
+    costs: StepCosts, decodes: Sequence[Request], limit_s: float, start_s: float, max_skipped_steps: int
 ) -> list[Request]:
-    """Requests that decode in this step, in the given order.
+    """Requests that decode in the step that begins at start_s, in the given order.
 
     Those that cannot wait always run, even past the limit: dropping one would break its own target, and the
     admission gate has kept their number within it. The others fill what is left of `limit_s`, longest
@@ -64,7 +66,9 @@ def choose_decodes(
         return list(decodes)
     row_s = [row_cost_s(costs, request.num_tokens) for request in decodes]
     room_s = limit_s - costs.base_s
-    waiting = [i for i, request in enumerate(decodes) if may_wait(request, now_s, limit_s, max_skipped_steps)]
+    waiting = [
+        i for i, request in enumerate(decodes) if may_wait(request, start_s, limit_s, max_skipped_steps)
+    ]
     chosen = set(range(len(decodes))).difference(waiting)
     room_s -= sum(row_s[i] for i in chosen)
     for i in sorted(waiting, key=lambda i: (-decodes[i].num_skipped_steps, decodes[i].last_token_s)):

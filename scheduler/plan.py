@@ -1,6 +1,12 @@
 """Value types between the scheduler and the step thread. Frozen: either side may keep them."""
 
 from dataclasses import dataclass
+from typing import Final
+
+PENDING_TOKEN: Final = -1
+"""Stands for the token that the plan before samples at the same seat: this plan was made while that one ran."""
+
+_PENDING: Final = (PENDING_TOKEN,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,7 @@ class ScheduledRow:
     seat: int
     """In [0, max_num_seqs); fixed while the request runs. What the runner keeps per request lives here."""
     token_ids: tuple[int, ...]
+    """Known ones, or nothing but PENDING_TOKEN."""
     num_computed_tokens: int
     """Tokens whose K/V is already in the pool: the position of token_ids[0]."""
     block_table: tuple[int, ...]
@@ -51,15 +58,20 @@ class ScheduledRow:
     sampling: SamplingParams | None
     """None: the chunk ends before the last known token and nothing is sampled."""
     num_generated_tokens: int
-    """Output tokens already known, those of earlier attempts included."""
+    """Output tokens before the one that this row samples, those of earlier attempts and a pending one included."""
     history: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """(prompt, generated) ids, in the first sampling row after each admission of a request whose
-    sampling.needs_history; afterwards the runner keeps what it needs of it itself, by seat."""
+    sampling.needs_history; afterwards the runner keeps what it needs of it itself, by seat. Never in a pending row."""
 
     @property
     def sample_position(self) -> int:
         """Absolute position of the token that this row samples."""
         return self.num_computed_tokens + len(self.token_ids)
+
+    @property
+    def is_pending(self) -> bool:
+        """Its one token is still being sampled. A prompt may contain the same number, and that is the job's error."""
+        return self.token_ids == _PENDING and self.num_generated_tokens > 0 and self.sampling is not None
 
 
 @dataclass(frozen=True, slots=True)

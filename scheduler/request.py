@@ -35,6 +35,10 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     """Advanced when a step is scheduled, not when it returns."""
+    num_settled_tokens: int = 0
+    """Of the computed ones, those whose step has returned: their K/V is in the pool for good."""
+    num_pending_tokens: int = 0
+    """Output tokens that steps in flight are sampling; not part of num_tokens before they are known."""
     num_in_flight: int = 0
     """Steps handed out and not yet returned that include this request."""
     seat: int = -1
@@ -51,6 +55,8 @@ class Request:
     blocked_since_s: float | None = None
     relegated: bool = False
     history_due: bool = False
+    is_broken: bool = False
+    """It ended, and then a row of it that was still in flight failed."""
 
     @classmethod
     def of(cls, spec: RequestSpec, order: int, config: SchedulerConfig) -> "Request":
@@ -69,7 +75,16 @@ class Request:
 
     @property
     def num_missing_tokens(self) -> int:
-        return self.num_tokens - self.num_computed_tokens
+        """A pending token counts: it can be computed in the step after the one that samples it."""
+        return self.num_tokens + self.num_pending_tokens - self.num_computed_tokens
+
+    @property
+    def can_decode(self) -> bool:
+        """One token is missing, and another one may follow it: a pending one may be the last that is wanted."""
+        pending = self.num_pending_tokens
+        return self.num_tokens + pending - self.num_computed_tokens == 1 and (
+            not pending or len(self.generated) + pending < self.spec.max_tokens
+        )
 
     @property
     def urgency(self) -> tuple[int, float, int]:

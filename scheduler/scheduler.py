@@ -21,8 +21,9 @@ from scheduler.steps import Grant, Step, build_step
 class Scheduler:
     """Turns requests into step plans and step results into updates.
 
-    Call order: `schedule`, run the plan, `update` with its result, `schedule` again. `add` and `finish` are
-    legal at any time in between. A request that ends while its step runs keeps blocks and seat until then.
+    Call order: `schedule`, run the plan, `update` with its result, `schedule` again. With num_lookahead_steps, one
+    more `schedule` may come before `update`, whose results come in the order of the plans. `add` and `finish` are
+    legal at any time in between. A request that ends while steps of it run keeps blocks and seat until they return.
     """
 
     def __init__(self, config: SchedulerConfig, step_time: StepTimeModel | None = None) -> None:
@@ -35,10 +36,12 @@ class Scheduler:
         self._num_orders = 0
         self._num_steps = 0
         self._now_s = 0.0
+        self._returned_s = 0.0
+        """When the last result came."""
 
     @property
     def has_work(self) -> bool:
-        """Something waits or runs: `schedule` will return a plan for it or end it."""
+        """Something waits or runs: `schedule` will plan it, now or after the results that are out, or end it."""
         return bool(self._state.requests)
 
     @property
@@ -68,20 +71,22 @@ class Scheduler:
         return None
 
     def schedule(self, now_s: float) -> StepPlan | None:
-        """Plan the next step; None: there is nothing to run."""
-        assert not self._in_flight, "schedule() before update() of the previous plan"
+        """Plan the next step; None: there is nothing to run, or nothing that can be planned before a result."""
+        num_out, limit = len(self._in_flight), self.config.num_lookahead_steps
+        assert num_out <= limit, f"schedule() before update(): {num_out} plans are out, {limit} may be"
         self._now_s = now_s
         state = self._state
+        state.held_back.clear()
         for late in state.deadlines.pop_passed(now_s):
             state.end(late, FinishReason.EXPIRED)
         costs = self.step_time.costs if self.config.enable_goodput else None
         num_preempted = state.num_preemptions
         decodes, limit_s = self._pick_decodes(costs)
         self._grow(decodes)
-        grants = [Grant(request, 1) for request in decodes if request.status is RequestStatus.RUNNING]
+        grants = [Grant(request, 1) for request in decodes if state.takes_part(request)]
         chunks = self._chunk_budget(grants, costs, limit_s)
         grants += self._continue_prefills(chunks)
-        has_preempted = state.num_preemptions > num_preempted
+        has_preempted = state.num_preemptions > num_preempted or bool(state.held_back)
         grants += self._admitter.run(chunks, costs, now_s, has_preempted=has_preempted)
         return self._hand_out(grants, costs)
 
@@ -94,14 +99,19 @@ class Scheduler:
         ids = [row.request_id for row in planned.rows]
         assert [row.request_id for row in result.rows] == ids, "rows of the result are not those of the plan"
         self._in_flight.popleft()
-        self._now_s = now_s
+        self._state.forks.copied(planned.block_copies)
+        self._now_s = self._returned_s = now_s
         self.step_time.observe(step.load, result.step_time_s)
         for request, plan_row, row in zip(step.requests, planned.rows, result.rows, strict=True):
             request.num_in_flight -= 1
+            request.num_pending_tokens -= plan_row.sampling is not None
+            request.num_settled_tokens = plan_row.sample_position
             if request.status is not RequestStatus.FINISHED:
                 self._take_row(request, row, samples=plan_row.sampling is not None)
-            elif request.num_in_flight == 0:
-                self._state.leave(request, is_broken=row.error is not None)
+                continue
+            request.is_broken |= row.error is not None
+            if request.num_in_flight == 0:
+                self._state.leave(request, is_broken=request.is_broken)
 
     def finish(self, request_id: str, reason: FinishReason, now_s: float, error: str | None = None) -> bool:
         """End a request in whatever state it is; False: it is not known (any more)."""
@@ -129,7 +139,7 @@ class Scheduler:
             free_requests=min(config.max_waiting - num_waiting, ahead),
             ready_tokens=int(num_steps * config.max_num_batched_tokens),
             backlog_tokens=state.prefill_backlog_tokens,
-            waiting_tokens=state.waiting.num_tokens,
+            waiting_tokens=state.waiting_tokens,
             kv_tokens=state.pool.num_available * config.block_size + config.pool_tokens // 4,
             is_idle=not state.requests,
         )
@@ -145,10 +155,11 @@ class Scheduler:
             cached_blocks=state.pool.num_cached,
             held_blocks=state.pool.num_held,
             total_blocks=state.pool.num_blocks,
-            waiting_tokens=state.waiting.num_tokens,
+            waiting_tokens=state.waiting_tokens,
             prefill_backlog_tokens=state.prefill_backlog_tokens,
             num_preemptions=state.num_preemptions,
             num_admissions=state.num_admissions,
+            num_forks=state.num_forks,
             num_steps=self._num_steps,
             prefix_queried_tokens=state.num_queried_tokens,
             prefix_hit_tokens=state.num_hit_tokens,
@@ -160,14 +171,15 @@ class Scheduler:
     def _pick_decodes(self, costs: StepCosts | None) -> tuple[list[Request], float | None]:
         """Requests that decode in this step, and the step time that the tightest of their targets allows."""
         running = self._state.running
-        decodes = [request for request in running if request.num_tokens - request.num_computed_tokens == 1]
+        decodes = [request for request in running if request.can_decode]
         limit_s = None if costs is None else goodput.tightest_tpot_s(costs, decodes)
         self._decode_cap = None
         if costs is None or limit_s is None:
             return decodes, None
         mean_context = sum(request.num_tokens for request in decodes) / len(decodes)
         self._decode_cap = goodput.decode_cap(costs, limit_s, mean_context)
-        chosen = goodput.choose_decodes(costs, decodes, limit_s, self._now_s, self.config.max_skipped_steps)
+        start_s, max_skipped = self._next_start_s(), self.config.max_skipped_steps
+        chosen = goodput.choose_decodes(costs, decodes, limit_s, start_s, max_skipped)
         if len(chosen) < len(decodes):
             for request in decodes:
                 request.num_skipped_steps += 1
@@ -175,15 +187,30 @@ class Scheduler:
                 request.num_skipped_steps = 0
         return chosen, limit_s
 
+    def _next_start_s(self) -> float:
+        """When the step that is planned now is expected to begin: behind the one that is out."""
+        if not self._in_flight:
+            return self._now_s
+        step = self._in_flight[-1]
+        begun_s = max(step.planned_s, self._returned_s)
+        return max(self._now_s, begun_s + (step.plan.predicted_s or 0.0))
+
     def _grow(self, decodes: list[Request]) -> None:
-        """Give each decoding request room for its token; out of blocks, the least urgent one gives way."""
+        """Give each decoding request room for its token; out of blocks, the least urgent one gives way.
+
+        If a step of that one is out, both sit out: its blocks are not free before the step is back.
+        """
         state, block_size = self._state, self.config.block_size
         for request in decodes:
-            if request.num_tokens <= len(request.block_table) * block_size:
+            if request.num_tokens + request.num_pending_tokens <= len(request.block_table) * block_size:
                 continue
-            while request.status is RequestStatus.RUNNING and not state.pool.num_available:
-                state.preempt(choose_victim(state.running))
-            if request.status is RequestStatus.RUNNING:
+            while state.takes_part(request) and not state.pool.num_available:
+                victim = choose_victim(state.running)
+                if state.hold_back((victim,)):
+                    state.held_back.add(request)
+                else:
+                    state.preempt(victim)
+            if state.takes_part(request):
                 request.block_table += state.pool.allocate(1)
 
     def _chunk_budget(
@@ -210,13 +237,13 @@ class Scheduler:
 
     def _hand_out(self, grants: list[Grant], costs: StepCosts | None) -> StepPlan | None:
         """Plan what is granted, less the victims of admission and group members without tokens yet."""
-        rows = [
-            grant for grant in grants if grant.num_tokens and grant.request.status is RequestStatus.RUNNING
-        ]
+        rows = [grant for grant in grants if grant.num_tokens and self._state.takes_part(grant.request)]
         if not rows:
             return None
         released = self._state.seats.take_released()
-        step = build_step(self._num_steps, rows, self.config.block_size, released, costs)
+        copies = self._state.forks.take_copies()
+        block_size = self.config.block_size
+        step = build_step(self._num_steps, rows, block_size, released, copies, costs, self._now_s)
         self._num_steps += 1
         self._in_flight.append(step)
         return step.plan
@@ -224,8 +251,7 @@ class Scheduler:
     def _take_row(self, request: Request, row: RowResult, *, samples: bool) -> None:
         state = self._state
         if row.error is not None or (samples and row.token_id is None):
-            state.pool.forget(request.block_table)  # what it computed may be as broken as its logits
-            state.end(request, FinishReason.ERROR, row.error or "the step returned no token for this row")
+            state.fail(request, row.error or "the step returned no token for this row")
             return
         state.publish(request)
         if row.token_id is None or not samples:

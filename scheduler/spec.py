@@ -40,6 +40,8 @@ class RequestSpec:
     deadline_s: float | None = None
     """Past it the request ends EXPIRED."""
     tenant: str = ""
+    fork_group: str | None = None
+    """Requests that name the same group have the same prompt, tenant and class; it is computed once for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,4 +66,4 @@ class RequestUpdate:
     """Set exactly once, in the request's last update."""
     error: str | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens taken from the prefix cache, in the last update."""
+    """Prompt tokens taken from the prefix cache, in every update; a fork's are those of whose prompt it shares."""

@@ -1,8 +1,11 @@
 """Everything the scheduler remembers, and the only code that changes it: admit, preempt, publish, end."""
 
+from collections.abc import Sequence
+
 from scheduler.admission import BlockNeed
 from scheduler.blocks import BlockPool
 from scheduler.config import SchedulerConfig
+from scheduler.forks import Forks
 from scheduler.policy import relegated_due_s
 from scheduler.request import Request, RequestStatus
 from scheduler.seats import Seats
@@ -17,16 +20,20 @@ class State:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.block_size)
+        self.forks = Forks(self.pool)
         self.seats = Seats(config.max_num_seqs)
         self.requests: dict[str, Request] = {}
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         """In order of admission."""
+        self.held_back: set[Request] = set()
+        """Running ones that take no part in the step being planned."""
         self.deadlines = Deadlines()
         self.updates = UpdateBox()
         self.num_leaving = 0
         self.num_admissions = 0
         self.num_preemptions = 0
+        self.num_forks = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
@@ -35,7 +42,13 @@ class State:
         missing = (request.num_missing_tokens for request in self.running)
         return sum(count for count in missing if count > 1)
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens that the queue has to compute: a prompt that several requests share counts once."""
+        return self.waiting.num_tokens + self.forks.num_unstarted_tokens
+
     def enqueue(self, request: Request) -> None:
+        self.forks.join(request)
         self.requests[request.spec.request_id] = request
         self.waiting.push(request)
         if request.spec.deadline_s is not None:
@@ -44,21 +57,24 @@ class State:
     def admit(self, request: Request, need: BlockNeed) -> None:
         """Give a waiting request its blocks and a seat."""
         self.waiting.remove(request)
-        self.pool.hold(need.hits)
-        request.block_table = need.hits + self.pool.allocate(need.num_new)
-        num_cached = len(need.hits) * self.pool.block_size
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = min(num_cached, len(request.spec.prompt_token_ids))
-            self.num_queried_tokens += len(request.spec.prompt_token_ids)
-            self.num_hit_tokens += request.num_cached_tokens
-        request.num_computed_tokens = num_cached
-        request.num_published_blocks = len(need.hits)
+        self.pool.hold(need.shared)
+        own = self.pool.allocate(need.num_new)
+        request.block_table = need.shared + own
+        request.num_computed_tokens = request.num_settled_tokens = need.num_computed_tokens
+        request.num_published_blocks = len(need.shared)
+        if need.lender is None:
+            self._count_hits(request)
+        else:
+            self._fork(request, need.lender)
+        if need.copied is not None:
+            self.forks.copy(need.copied, own[0])
         request.seat = self.seats.take()
         request.status = RequestStatus.RUNNING
         request.history_due = request.spec.sampling.needs_history
         request.num_bypassed = request.num_skipped_steps = 0
         request.blocked_since_s = None
         self.running.append(request)
+        self.forks.started(request)
         self.num_admissions += 1
 
     def preempt(self, victim: Request) -> None:
@@ -66,10 +82,22 @@ class State:
         assert victim.num_in_flight == 0, f"{victim.spec.request_id} is preempted while its step runs"
         self.running.remove(victim)
         self.vacate(victim)
+        self.forks.stopped(victim)
         victim.status = RequestStatus.PREEMPTED
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.push(victim)
+
+    def takes_part(self, request: Request) -> bool:
+        """Whether a request that was granted tokens still is to compute them in the step being planned."""
+        return request.status is RequestStatus.RUNNING and request not in self.held_back
+
+    def hold_back(self, victims: Sequence[Request]) -> bool:
+        """Whether a step of them is out. Then they cannot be preempted yet, but sit out until it is back."""
+        if not any(victim.num_in_flight for victim in victims):
+            return False
+        self.held_back.update(victims)
+        return True
 
     def relegate(self, request: Request) -> None:
         """Put a waiting request behind all that can still be on time; happens once."""
@@ -79,8 +107,8 @@ class State:
         self.waiting.push(request)
 
     def publish(self, request: Request) -> None:
-        """Make the blocks that its last step filled findable by others."""
-        num_full = request.num_computed_tokens // self.config.block_size
+        """Make the blocks that its last returned step filled findable by others."""
+        num_full = request.num_settled_tokens // self.config.block_size
         if num_full == request.num_published_blocks or not self.config.enable_prefix_caching:
             return
         hashes = request.hash_blocks(num_full, self.pool.block_size)
@@ -93,6 +121,7 @@ class State:
         del self.requests[request.spec.request_id]
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
+            self.forks.stopped(request)
             if request.num_in_flight:
                 self.num_leaving += 1
             else:
@@ -100,18 +129,49 @@ class State:
         else:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
+        self.forks.leave(request)
         self.updates.end(request, reason, error)
+
+    def fail(self, request: Request, error: str) -> None:
+        """End a running request whose row failed."""
+        self._discredit(request)
+        self.end(request, FinishReason.ERROR, error)
 
     def leave(self, request: Request, *, is_broken: bool) -> None:
         """The last step of a request that had already ended is back."""
         if is_broken:
-            self.pool.forget(request.block_table)
+            self._discredit(request)
         self.num_leaving -= 1
         self.vacate(request)
 
     def vacate(self, request: Request) -> None:
+        self.forks.cancel_copies(request.block_table)
         self.pool.release(request.block_table)
         self.seats.give_back(request.seat)
         request.block_table = ()
         request.seat = -1
-        request.num_computed_tokens = request.num_published_blocks = 0
+        request.num_computed_tokens = request.num_settled_tokens = request.num_published_blocks = 0
+
+    def _count_hits(self, request: Request) -> None:
+        if request.num_cached_tokens is not None:
+            return
+        num_prompt = len(request.spec.prompt_token_ids)
+        request.num_cached_tokens = min(request.num_computed_tokens, num_prompt)
+        self.num_queried_tokens += num_prompt
+        self.num_hit_tokens += request.num_cached_tokens
+
+    def _fork(self, request: Request, lender: Request) -> None:
+        """What a request takes over from the sibling whose prompt it shares, blocks aside."""
+        self.num_forks += 1
+        # For the job, the prompt was as far cached as it was for whoever computed it.
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = lender.num_cached_tokens
+        num_shared = request.num_published_blocks
+        request.num_published_blocks = min(num_shared, lender.num_published_blocks)
+        if len(request.block_hashes) < num_shared:
+            request.block_hashes = lender.block_hashes[:num_shared]
+
+    def _discredit(self, request: Request) -> None:
+        """What it computed may be as broken as its logits: nobody finds it or borrows it any more."""
+        self.pool.forget(request.block_table)
+        self.forks.distrust(request)

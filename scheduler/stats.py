@@ -19,6 +19,8 @@ class BlockedBy(StrEnum):
     """Something was preempted in this step, so nobody was let in."""
     TOKENS = "tokens"
     """The step's token budget, or the prefill its targets allow, is spent."""
+    FORK = "fork"
+    """Another request of its group is computing, or about to compute, the prompt for both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,14 @@ class SchedulerStats:
     held_blocks: int
     total_blocks: int
     waiting_tokens: int
-    """Known tokens (prompt and resumed) of waiting requests."""
+    """Known tokens (prompt and resumed) of waiting requests; a prompt that several share counts once."""
     prefill_backlog_tokens: int
     """Known tokens that running requests have not computed yet."""
     num_preemptions: int
-    """Since the start; so are the next four."""
+    """Since the start; so are the next five."""
     num_admissions: int
+    num_forks: int
+    """Admissions with the prompt's K/V of a running request."""
     num_steps: int
     prefix_queried_tokens: int
     prefix_hit_tokens: int

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from scheduler.admission import num_blocks_for
-from scheduler.plan import ScheduledRow, StepPlan
+from scheduler.plan import PENDING_TOKEN, ScheduledRow, StepPlan
 from scheduler.request import Request
 from scheduler.step_time import StepCosts, StepLoad
 
@@ -21,6 +21,7 @@ class Step(NamedTuple):
     plan: StepPlan
     requests: list[Request]
     load: StepLoad
+    planned_s: float
 
 
 def build_step(
@@ -28,7 +29,9 @@ def build_step(
     grants: list[Grant],
     block_size: int,
     released_seats: tuple[int, ...],
+    block_copies: tuple[tuple[int, int], ...],
     costs: StepCosts | None,
+    planned_s: float,
 ) -> Step:
     """Rows of one token first; counts the granted tokens as computed from here on."""
     grants.sort(key=lambda grant: grant.num_tokens > 1)
@@ -40,17 +43,21 @@ def build_step(
         context_tokens=sum(request.num_computed_tokens for request, _ in grants),
     )
     predicted_s = None if costs is None else costs.predict(load)
-    plan = StepPlan(step_id=step_id, rows=rows, released_seats=released_seats, predicted_s=predicted_s)
-    return Step(plan, [request for request, _ in grants], load)
+    plan = StepPlan(step_id, rows, released_seats, block_copies, predicted_s)
+    return Step(plan, [request for request, _ in grants], load, planned_s)
 
 
 def _row(request: Request, size: int, block_size: int) -> ScheduledRow:
     start = request.num_computed_tokens
     stop = start + size
-    samples = stop == request.num_tokens
+    num_pending = request.num_pending_tokens
+    samples = stop == request.num_tokens + num_pending
     table = request.block_table
-    if samples and size == 1 and request.generated:
-        token_ids: tuple[int, ...] = (request.generated[-1],)
+    if num_pending:
+        assert samples, f"{request.spec.request_id}: {size} tokens planned although one is not known yet"
+        token_ids: tuple[int, ...] = (PENDING_TOKEN,)
+    elif samples and size == 1 and request.generated:
+        token_ids = (request.generated[-1],)
     else:
         token_ids = request.token_slice(start, stop)
         table = table[: num_blocks_for(stop, block_size)]
@@ -60,6 +67,7 @@ def _row(request: Request, size: int, block_size: int) -> ScheduledRow:
         request.history_due = False
     request.num_computed_tokens = stop
     request.num_in_flight += 1
+    request.num_pending_tokens += samples
     return ScheduledRow(
         request_id=request.spec.request_id,
         seat=request.seat,
@@ -67,6 +75,6 @@ def _row(request: Request, size: int, block_size: int) -> ScheduledRow:
         num_computed_tokens=start,
         block_table=table,
         sampling=request.spec.sampling if samples else None,
-        num_generated_tokens=len(request.generated),
+        num_generated_tokens=len(request.generated) + num_pending,
         history=history,
     )

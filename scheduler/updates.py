@@ -17,7 +17,12 @@ class UpdateBox:
         pending = self._updates.get(request.order)
         token_logprobs = () if logprobs is None else (logprobs,)
         if pending is None:
-            self._updates[request.order] = RequestUpdate(request.spec.request_id, (token_id,), token_logprobs)
+            self._updates[request.order] = RequestUpdate(
+                request.spec.request_id,
+                (token_id,),
+                token_logprobs,
+                num_cached_tokens=request.num_cached_tokens or 0,
+            )
             return
         self._updates[request.order] = replace(
             pending,

@@ -150,7 +150,10 @@ def run_lengths(
 
 
 class _Clock:
-    """Adds what has arrived, runs a step, moves the time by its duration."""
+    """Adds what has arrived, runs a step, moves the time by its duration.
+
+    With look-ahead the next step is planned when the one before begins, from what is known then.
+    """
 
     def __init__(self, config: SchedulerConfig, requests: list[VirtualRequest], costs: StepCosts) -> None:
         self.scheduler = Scheduler(config)
@@ -158,6 +161,7 @@ class _Clock:
         self.outcomes = {request.request_id: Outcome(request.arrival_s) for request in requests}
         self._costs = costs
         self._now_s = 0.0
+        self._out: deque[StepPlan] = deque()
         self._arrivals = deque(sorted(enumerate(requests), key=lambda pair: pair[1].arrival_s))
         self._stops = {
             request.request_id: request.num_output_tokens for request in requests if request.max_tokens
@@ -166,13 +170,14 @@ class _Clock:
     def step(self) -> bool:
         """False: everything has ended."""
         self._add_arrived()
-        plan = self.scheduler.schedule(self._now_s)
-        if plan is None:
+        self._plan_ahead()
+        if not self._out:
             self._take_updates()
             if not self._arrivals:
                 return False
             self._now_s = max(self._now_s, self._arrivals[0][1].arrival_s)
             return True
+        plan = self._out.popleft()
         start_s = self._now_s
         step_time_s = self._costs.predict(_load_of(plan))
         self._now_s += step_time_s
@@ -184,6 +189,13 @@ class _Clock:
             seats[row.seat] = row.request_id
         self.iterations.append(Iteration(start_s, step_time_s, plan.num_tokens, tuple(seats)))
         return True
+
+    def _plan_ahead(self) -> None:
+        while len(self._out) <= self.scheduler.config.num_lookahead_steps:
+            plan = self.scheduler.schedule(self._now_s)
+            if plan is None:
+                return
+            self._out.append(plan)
 
     def _add_arrived(self) -> None:
         while self._arrivals and self._arrivals[0][1].arrival_s <= self._now_s:

@@ -14,26 +14,33 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
         self.num_tokens = 0
-        """Known tokens of all entries: the prefill backlog of the queue."""
+        """Known tokens of all entries, less the prompts of those that share theirs with others."""
         self.num_preempted = 0
+        self.num_sharing = 0
+        """Entries that share their prompt with others."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def push(self, request: Request) -> None:
         insort(self._entries, (request.due_s, request.order, request))
-        self.num_tokens += request.num_tokens
-        self.num_preempted += request.status is RequestStatus.PREEMPTED
+        self._count(request, 1)
 
     def remove(self, request: Request) -> None:
         index = bisect_left(self._entries, (request.due_s, request.order))
         _, _, found = self._entries.pop(index)
         assert found is request, f"{request.spec.request_id} is not in the queue"
-        self.num_tokens -= request.num_tokens
-        self.num_preempted -= request.status is RequestStatus.PREEMPTED
+        self._count(request, -1)
 
     def peek(self, count: int) -> list[Request]:
         return [request for _, _, request in self._entries[:count]]
+
+    def _count(self, request: Request, sign: int) -> None:
+        is_sharing = request.spec.fork_group is not None
+        num_shared = len(request.spec.prompt_token_ids) if is_sharing else 0
+        self.num_tokens += sign * (request.num_tokens - num_shared)
+        self.num_sharing += sign * is_sharing
+        self.num_preempted += sign * (request.status is RequestStatus.PREEMPTED)
 
 
 class Deadlines:

@@ -91,6 +91,9 @@ class Settings(BaseSettings):
     policy: Literal["continuous", "static"] = Field("continuous", description="how requests share steps")
     max_num_seqs: int = Field(64, ge=1, le=1_024, description="requests in one step")
     max_num_batched_tokens: int = Field(512, ge=16, le=65_536, description="token budget of one step")
+    async_scheduling: Literal["auto", "on", "off"] = Field(
+        "auto", description="plan the next step while one runs; `auto`: on a GPU"
+    )
     max_waiting: int = Field(1_024, ge=1, le=100_000, description="fetched jobs that wait for a seat")
     prefix_caching: bool = Field(True, description="share KV blocks of equal prompt beginnings")
     default_max_tokens: int = Field(256, ge=1, le=1 << 20, description="for jobs without `max_tokens`")

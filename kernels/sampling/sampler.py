@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.grammar import GrammarError, Grammars, GrammarSeats, TokenMask
+from kernels.running_step import FinishedSample
 from kernels.sampling.draw import DrawParams, draw
 from kernels.sampling.logprobs import token_logprobs
 from kernels.sampling.philox import uniform
@@ -45,6 +46,18 @@ class Sampler:
         for seat in seats:
             self._seats.pop(seat, None)
         self._grammar_seats.release(seats)
+
+    def warmup(self, logits: torch.Tensor) -> None:
+        """Touch what filters and log-probabilities need."""
+        sampling = SamplingParams(seed=0, top_p=0.9, num_logprobs=1)
+        self.sample(logits, [ScheduledRow("warmup", 0, (0,), 0, (0,), sampling, 0)])
+
+    def prepare(self, rows: Sequence[ScheduledRow]) -> None:
+        """Nothing has to travel."""
+
+    def start(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> FinishedSample:
+        """`sample`, in the form that is the same for samplers on a device."""
+        return FinishedSample(self.sample(logits, rows))
 
     def sample(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> list[RowResult]:
         """One result per row of `logits` [num_rows, vocab_size] float32 on the CPU, which stays unchanged."""

@@ -71,12 +71,20 @@ def make_scheduler(settings: Settings, runner: Runner, *, policy: str | None = N
             max_num_seqs=settings.max_num_seqs,
             max_model_len=runner.max_model_len,
             max_num_batched_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
+            num_lookahead_steps=int(plans_ahead(settings, runner)),
             policy=Policy(policy or settings.policy),
             enable_prefix_caching=settings.prefix_caching,
             max_waiting=settings.max_waiting,
             targets=class_targets(settings),
         )
     )
+
+
+def plans_ahead(settings: Settings, runner: Runner) -> bool:
+    """Whether the next step is planned while one is out."""
+    if settings.async_scheduling == "auto":
+        return runner.prefers_lookahead
+    return settings.async_scheduling == "on"
 
 
 def class_targets(settings: Settings) -> Mapping[ServiceClass, ClassTargets]:

@@ -1,7 +1,9 @@
-"""The scheduler coroutine: plan, hand over, deliver what the last step made, wait for the result, repeat."""
+"""The scheduler coroutine: plan, hand over, deliver what the last step made, wait for a result, repeat."""
 
 import asyncio
+import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -29,7 +31,8 @@ class Engine:
     """Owns the scheduler; lives on the event loop. Every method is to be called there.
 
     The order in one round is what keeps the device busy: the next plan is handed over *before* the tokens of the
-    last step are detokenized and published, so that work overlaps with the step.
+    last step are detokenized and published, so that work overlaps with the step. With look-ahead one more plan is out
+    by then, so that the device does not wait for the planning either.
     """
 
     def __init__(
@@ -46,6 +49,11 @@ class Engine:
         self._on_updates = on_updates
         self._on_step = on_step
         self._clock = clock
+        self._max_out = scheduler.config.num_lookahead_steps + 1
+        self._out: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
+        """Plans without a result yet, in the order of their steps."""
+        self._is_flushed = False
+        """The step thread knows that nothing follows the newest of them."""
         self._wake = asyncio.Event()
         self._stopping = False
         self.last_progress_s = clock()
@@ -64,24 +72,69 @@ class Engine:
         return known
 
     def stop(self) -> None:
-        """Ask `run` to return after the step in flight."""
+        """Ask `run` to return after the steps that are out."""
         self._stopping = True
         self._wake.set()
 
     async def run(self) -> None:
         """Run steps until `stop()`. Raises what the step thread raised when a whole step failed."""
-        while not self._stopping:
-            plan = self.scheduler.schedule(self._clock())
-            running = self._step_thread.submit(plan) if plan is not None else None
+        try:
+            while not self._stopping:
+                self._wake.clear()  # whatever it was, the planning that follows has seen it
+                self._plan_ahead()
+                self._deliver()
+                if self._out:
+                    await self._take_results()
+                else:
+                    await self._idle()
+            while self._out:
+                self._flush()
+                await self._take_results()
             self._deliver()
-            if plan is None or running is None:
-                await self._idle()
-                continue
-            result = await running
+        finally:
+            self._abandon()
+
+    def _plan_ahead(self) -> None:
+        """Hand over what can be planned; whatever else there is depends on a result."""
+        while len(self._out) < self._max_out:
+            plan = self.scheduler.schedule(self._clock())
+            if plan is None:
+                break
+            future = self._step_thread.submit(plan)
+            future.add_done_callback(self._wake_up)
+            self._out.append((plan, future))
+            self._is_flushed = False
+        self._flush()
+
+    def _flush(self) -> None:
+        """Of two steps the thread finishes the first when the second has begun; one alone it would keep."""
+        if len(self._out) == 1 and not self._is_flushed:
+            self._step_thread.flush()
+            self._is_flushed = True
+
+    async def _take_results(self) -> None:
+        """Wait for the oldest result, or for anything that may make another plan possible; take in what is there."""
+        if len(self._out) < self._max_out and not self._stopping:
+            await self._wake.wait()
+        else:
+            await self._out[0][1]
+        while self._out and self._out[0][1].done():
+            plan, future = self._out.popleft()
+            result = future.result()
             self.scheduler.update(result, self._clock())
             self.last_progress_s = self._clock()
             self._on_step(plan, result)
-        self._deliver()
+
+    def _wake_up(self, future: "asyncio.Future[StepResult]") -> None:
+        del future
+        self._wake.set()
+
+    def _abandon(self) -> None:
+        """Nobody will look at what is still out; an error that was not seen would be reported as forgotten."""
+        for _, future in self._out:
+            if not future.cancel() and not future.cancelled():
+                future.exception()
+        self._out.clear()
 
     def _deliver(self) -> None:
         updates = self.scheduler.take_updates()
@@ -93,10 +146,7 @@ class Engine:
         if not self.scheduler.has_work:
             self.last_progress_s = self._clock()
             await self._wake.wait()
-        else:
-            try:
-                async with asyncio.timeout(IDLE_POLL_S):
-                    await self._wake.wait()
-            except TimeoutError:
-                return
-        self._wake.clear()
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(IDLE_POLL_S):
+                await self._wake.wait()

@@ -3,31 +3,39 @@
 import asyncio
 import queue
 import threading
-import time
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import TypeVar
 
 import structlog
 
 from kernels.runner import Runner
-from scheduler.plan import RowResult, ScheduledRow, StepPlan, StepResult
-from service.errors import InternalError
+from scheduler.plan import StepPlan, StepResult
+from service.engine.step_pipeline import StepPipeline
 
 T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
 
-class StepThread:
-    """Loads a runner and runs its steps, one at a time, on a thread of its own.
+class _Signal(Enum):
+    FLUSH = auto()
+    """Nothing follows the plans so far: finish what is out."""
+    STOP = auto()
 
-    The event loop hands over a frozen plan and gets a future; the result comes back through a single
-    `call_soon_threadsafe`. Tensors, and the runner itself, are touched by this thread alone.
+
+class StepThread:
+    """Loads a runner and runs its steps, strictly in order, on a thread of its own.
+
+    The event loop hands over frozen plans and gets a future for each; a result comes back through a single
+    `call_soon_threadsafe`. Tensors, and the runner itself, are touched by this thread alone. It waits for messages
+    and for the device, never for time: a step that has begun is finished when the next one has begun behind it, or on
+    `flush`.
     """
 
     def __init__(self, load: Callable[[], Runner]) -> None:
         self._load = load
-        self._plans: queue.SimpleQueue[tuple[StepPlan, asyncio.Future[StepResult]] | None] = (
+        self._messages: queue.SimpleQueue[tuple[StepPlan, asyncio.Future[StepResult]] | _Signal] = (
             queue.SimpleQueue()
         )
         self._thread: threading.Thread | None = None
@@ -42,17 +50,22 @@ class StepThread:
         return await loaded
 
     def submit(self, plan: StepPlan) -> "asyncio.Future[StepResult]":
-        """Hand over one plan (event loop). The previous one's future must be done: steps do not queue up."""
+        """Hand over one plan (event loop). At most two may be without a result, and of the last one none comes before
+        the next plan or `flush`."""
         assert self._loop is not None, "start() comes first"
         future: asyncio.Future[StepResult] = self._loop.create_future()
-        self._plans.put((plan, future))
+        self._messages.put((plan, future))
         return future
 
+    def flush(self) -> None:
+        """Have all plans so far finished: no further one can be made before their results (event loop)."""
+        self._messages.put(_Signal.FLUSH)
+
     async def stop(self) -> None:
-        """End the thread after the step that is running; returns when it has ended."""
+        """End the thread after the steps that were handed over; returns when it has ended."""
         if self._thread is None:
             return
-        self._plans.put(None)
+        self._messages.put(_Signal.STOP)
         await asyncio.to_thread(self._thread.join)
         self._thread = None
 
@@ -64,12 +77,17 @@ class StepThread:
             self._post(loaded, error)
             return
         self._post(loaded, runner)
-        while (item := self._plans.get()) is not None:
-            plan, future = item
+        pipeline = StepPipeline(runner, self._post)
+        while (message := self._messages.get()) is not _Signal.STOP:
+            if isinstance(message, _Signal):
+                pipeline.flush()
+                continue
             try:
-                self._post(future, step_isolated(runner, plan))
+                pipeline.begin(*message)
             except BaseException as error:
-                self._post(future, error)
+                pipeline.fail(error)
+                self._post(message[1], error)
+        pipeline.flush()
 
     def _post(self, future: "asyncio.Future[T]", value: T | BaseException) -> None:
         assert self._loop is not None
@@ -87,34 +105,3 @@ def _settle(future: "asyncio.Future[T]", value: T | BaseException) -> None:
         future.set_exception(value)
     else:
         future.set_result(value)
-
-
-def step_isolated(runner: Runner, plan: StepPlan) -> StepResult:
-    """One step; if it raises, each row again by itself, so that only the guilty ones fail.
-
-    Writing a token's K/V twice leaves the same K/V, and sampling draws from a counter RNG, so a row that ran in
-    the failed step gives the same token when it runs again.
-    """
-    started = time.perf_counter()
-    try:
-        return runner.step(plan)
-    except Exception:
-        log.exception("step failed", step_id=plan.step_id, num_rows=len(plan.rows))
-    rows = [_step_alone(runner, plan, row, first=i == 0) for i, row in enumerate(plan.rows)]
-    if len(rows) > 1 and all(row.error for row in rows):
-        # Not a row's fault but the engine's: out of memory, a lost device. Ending every job would be a lie.
-        raise InternalError(f"step {plan.step_id}: all of its {len(rows)} rows failed, together and alone")
-    return StepResult(plan.step_id, tuple(rows), time.perf_counter() - started)
-
-
-def _step_alone(runner: Runner, plan: StepPlan, row: ScheduledRow, *, first: bool) -> RowResult:
-    alone = StepPlan(
-        plan.step_id,
-        (row,),
-        released_seats=plan.released_seats if first else (),
-        block_copies=plan.block_copies if first else (),
-    )
-    try:
-        return runner.step(alone).rows[0]
-    except Exception as error:
-        return RowResult(row.request_id, error=f"{type(error).__name__} in the model's step")

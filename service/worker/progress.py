@@ -56,8 +56,8 @@ class Progress:
         elif update.finish is not None:
             choice.finish, choice.error = update.finish, update.error
             text += choice.close()
-        if choice.index == 0 and update.finish is not None:
-            run.num_cached_tokens = update.num_cached_tokens
+        # Of whichever choice ran: they share the prompt, and a stop string ends one before its last update.
+        run.num_cached_tokens = max(run.num_cached_tokens, update.num_cached_tokens)
         if text or update.new_token_ids:
             self._c.publisher.delta(run.job_id, run.epoch, choice.index, text, update.new_token_ids, logprobs)
         if choice.finish is not None:

@@ -98,6 +98,7 @@ def make_spec(
         tpot_s=targets.tpot_s,
         deadline_s=_deadline_s(run, job),
         tenant=job.tenant or "",
+        fork_group=f"{job.id}#{run.epoch}" if job.n > 1 else None,
     )
 
 

@@ -13,6 +13,11 @@ NUM_JOBS = 60
 
 ENGINES = {
     "deterministic": ({"deterministic_step_ms": "20", "max_num_seqs": "16"}, 150, 20),
+    "deterministic-ahead": (
+        {"deterministic_step_ms": "20", "max_num_seqs": "16", "async_scheduling": "on"},
+        150,
+        20,
+    ),
     "smollm2": (
         {"engine": "model", "num_threads": "1", "max_num_seqs": "16", "kv_cache_bytes": str(128 << 20)},
         40,
@@ -24,7 +29,11 @@ ENGINES = {
 
 @pytest.mark.parametrize(
     "engine",
-    ["deterministic", pytest.param("smollm2", marks=[pytest.mark.model, pytest.mark.timeout(600)])],
+    [
+        "deterministic",
+        "deterministic-ahead",
+        pytest.param("smollm2", marks=[pytest.mark.model, pytest.mark.timeout(600)]),
+    ],
 )
 async def test_kill_nine_one_of_two_workers_in_the_middle_of_sixty_jobs(
     engine: str, kafka: KafkaBroker, redis_server: RedisServer

@@ -17,6 +17,12 @@ from tests.support.streams import running_publisher
 pytestmark = [pytest.mark.kafka, pytest.mark.redis]
 
 
+@pytest.fixture(params=["off", "on"], autouse=True)
+def async_scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, with the next step planned while one runs as well."""
+    monkeypatch.setenv("TAILRACE_ASYNC_SCHEDULING", request.param)
+
+
 async def test_a_job_ends_with_one_result_and_a_stream_that_proves_it(
     kafka: KafkaBroker, redis_server: RedisServer
 ) -> None:
@@ -86,14 +92,16 @@ async def test_a_job_past_its_deadline_ends_expired_without_a_token(
 async def test_a_stop_string_ends_the_text_before_it(kafka: KafkaBroker, redis_server: RedisServer) -> None:
     service = await new_service(kafka, redis_server)
     async with running_worker(service.settings()):
-        await service.publish([{"id": "whole", "prompt": "x", "max_tokens": 60}])
+        prompt = "x" * 100
+        await service.publish([{"id": "whole", "prompt": prompt, "max_tokens": 60}])
         whole = (await service.wait_for_results(["whole"]))["whole"].choices[0].text
         stop = whole[20:24]
-        await service.publish([{"id": "cut", "prompt": "x", "max_tokens": 60, "stop": [stop]}])
+        await service.publish([{"id": "cut", "prompt": prompt, "max_tokens": 60, "stop": [stop]}])
         cut = (await service.wait_for_results(["cut"]))["cut"]
         stream = await service.read("cut")
     assert cut.choices[0].text == whole[: whole.index(stop)]
     assert cut.choices[0].finish_reason == "stop"
+    assert cut.usage.cached_tokens > 0, "a stop string ends the request before the scheduler does"
     assert stream.text == cut.choices[0].text
     assert stream.verdict.complete
 

@@ -1,11 +1,14 @@
 """Drives a Runner by hand: a scheduler reduced to what tests want to choose themselves."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kernels.runner import Runner
+from kernels.runner import PendingStep, Runner
 from scheduler.plan import RowResult, SamplingParams, ScheduledRow, StepPlan, TokenLogprobs
+from scheduler.scheduler import Scheduler
+from scheduler.spec import RequestUpdate
 
 GREEDY = SamplingParams(seed=0, temperature=0.0)
 
@@ -110,6 +113,22 @@ class Driver:
             num_generated_tokens=len(generation.tokens),
             history=history,
         )
+
+
+def updates_of(scheduler: Scheduler, runner: Runner) -> Iterator[RequestUpdate]:
+    """Run until nothing is left, beginning each step in the order that the step thread does."""
+    out: deque[PendingStep] = deque()
+    now_s = 0.0
+    while scheduler.has_work or out:
+        now_s += 0.01
+        while len(out) <= scheduler.config.num_lookahead_steps:
+            plan = scheduler.schedule(now_s)
+            if plan is None:
+                break
+            out.append(runner.begin(plan))
+        if out:
+            scheduler.update(out.popleft().wait(), now_s)
+        yield from scheduler.take_updates()
 
 
 def generate(

@@ -1,11 +1,20 @@
 """Drives the real Scheduler with a model that has a paged memory: wrong bookkeeping shows as wrong tokens."""
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from scheduler.config import SchedulerConfig
-from scheduler.plan import RowResult, SamplingParams, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from scheduler.plan import (
+    PENDING_TOKEN,
+    RowResult,
+    SamplingParams,
+    ScheduledRow,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from scheduler.scheduler import Scheduler
 from scheduler.spec import FinishReason, RequestSpec, RequestUpdate
 from scheduler.step_time import StepCosts, StepLoad, StepTimeModel
@@ -64,13 +73,24 @@ class PagedModel:
     def __init__(self, config: SchedulerConfig) -> None:
         self._block_size = config.block_size
         self._slots: dict[int, int] = {}
+        self._last_tokens: dict[int, int] = {}
+        """By seat: what PENDING_TOKEN stands for."""
         self.stop_after: dict[str, int] = {}
         """Request id to the number of output tokens of which the last is STOP."""
 
     def run(
         self, plan: StepPlan, failing: Iterable[str] = (), step_time_s: float | None = None
     ) -> StepResult:
-        rows = tuple(self._row(row, fails=row.request_id in failing) for row in plan.rows)
+        for source, destination in plan.block_copies:
+            self._copy(source, destination)
+        known = [
+            replace(row, token_ids=(self._last_tokens[row.seat],)) if row.is_pending else row
+            for row in plan.rows
+        ]
+        rows = tuple(self._row(row, fails=row.request_id in failing) for row in known)
+        for row, result in zip(known, rows, strict=True):
+            if row.sampling is not None:
+                self._last_tokens[row.seat] = result.token_id or 0
         duration_s = COSTS.predict(load_of(plan)) if step_time_s is None else step_time_s
         return StepResult(plan.step_id, rows, duration_s)
 
@@ -89,6 +109,11 @@ class PagedModel:
         logprobs = None if row.sampling.num_logprobs is None else TokenLogprobs(-0.5, ())
         return RowResult(row.request_id, STOP if is_last else sampled_token(content), logprobs)
 
+    def _copy(self, source: int, destination: int) -> None:
+        for offset in range(self._block_size):
+            content = self._slots.get(source * self._block_size + offset, -2)
+            self._slots[destination * self._block_size + offset] = content
+
     def _slot(self, row: ScheduledRow, position: int) -> int:
         return row.block_table[position // self._block_size] * self._block_size + position % self._block_size
 
@@ -102,6 +127,10 @@ class Driver:
         self.model = PagedModel(self.config)
         self.now_s = 0.0
         self.plans: list[StepPlan] = []
+        self.out: deque[StepPlan] = deque()
+        """Planned and not complete: one, or two with look-ahead."""
+        self.num_wasted = 0
+        """Rows whose request had ended when they came back."""
         self.updates: list[RequestUpdate] = []
 
     def add(self, *specs: RequestSpec) -> None:
@@ -113,32 +142,58 @@ class Driver:
         plan = self.scheduler.schedule(self.now_s)
         self.scheduler.pool.check()
         if plan is not None:
-            self.plans.append(plan)
             check_plan(plan, self.config)
+            check_pending(plan, self.out)
+            self.plans.append(plan)
+            self.out.append(plan)
+        self.check_out()
         return plan
 
+    def plan_ahead(self) -> None:
+        """As many plans as may be out, as the engine does it."""
+        while len(self.out) <= self.config.num_lookahead_steps and self.plan() is not None:
+            pass
+
+    def check_out(self) -> None:
+        """Whatever has happened since they were planned, nobody else has got what the steps that are out write."""
+        writers: dict[int, tuple[str, int]] = {}
+        for plan in self.out:
+            for row in plan.rows:
+                blocks = row.block_table
+                assert not self.scheduler.pool.num_unreferenced(blocks), "blocks still being written are free"
+                for block in blocks[row.num_computed_tokens // self.config.block_size :]:
+                    writer = (row.request_id, row.seat)
+                    assert writers.setdefault(block, writer) == writer, (
+                        "a block still being written has a new owner"
+                    )
+
     def complete(self, plan: StepPlan, failing: Iterable[str] = (), step_time_s: float | None = None) -> None:
+        assert plan is self.out[0], "results come in the order of the plans"
         result = self.model.run(plan, failing, step_time_s)
+        self.out.popleft()
+        self.num_wasted += sum(self.has_ended(row.request_id) for row in plan.rows)
         self.now_s += result.step_time_s
         self.scheduler.update(result, self.now_s)
         self.collect()
         self.scheduler.pool.check()
+        self.check_out()
 
     def step(self, failing: Iterable[str] = ()) -> StepPlan:
-        plan = self.plan()
-        assert plan is not None, "nothing to run"
+        self.plan_ahead()
+        assert self.out, "nothing to run"
+        plan = self.out[0]
         self.complete(plan, failing)
         return plan
 
     def run(self, max_steps: int = 2000) -> None:
         """Until nothing is left."""
         for _ in range(max_steps):
-            plan = self.plan()
-            if plan is None:
+            self.plan_ahead()
+            if not self.out:
                 self.collect()
                 assert not self.scheduler.has_work, "work is left, but nothing is planned"
                 return
-            self.complete(plan)
+            self.complete(self.out[0])
         raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.stats()}")
 
     def collect(self) -> None:
@@ -189,9 +244,21 @@ def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
         own = row.block_table[first:]
         assert written.isdisjoint(own), "two requests write one block"
         written.update(own)
+    sources, destinations = zip(*plan.block_copies, strict=True) if plan.block_copies else ((), ())
+    assert len(set(destinations)) == len(destinations), "two copies onto one block"
+    assert set(sources).isdisjoint(destinations), "copies whose order matters"
     for row in plan.rows:
         shared = row.block_table[: row.num_computed_tokens // config.block_size]
         assert written.isdisjoint(shared), "a request writes what another reads"
+
+
+def check_pending(plan: StepPlan, out: Iterable[StepPlan]) -> None:
+    """A row whose token is not known follows one that samples it, in the step that is out."""
+    sampling = {(row.request_id, row.seat) for other in out for row in other.rows if row.sampling is not None}
+    for row in plan.rows:
+        assert row.is_pending == ((row.request_id, row.seat) in sampling)
+        assert row.is_pending == (PENDING_TOKEN in row.token_ids)
+        assert not (row.is_pending and row.history)
 
 
 def ready_model(costs: StepCosts = COSTS) -> StepTimeModel:

@@ -65,8 +65,15 @@ def test_requests_without_target_give_way_to_one_with_a_tight_one() -> None:
 def test_a_looser_target_waits_only_while_it_is_on_time() -> None:
     early = request_of(0.5, last_token_s=0.9)
     late = request_of(0.5, last_token_s=0.55)
-    assert goodput.may_wait(early, now_s=1.0, limit_s=0.05, max_skipped_steps=9)
-    assert not goodput.may_wait(late, now_s=1.0, limit_s=0.05, max_skipped_steps=9)
+    assert goodput.may_wait(early, start_s=1.0, limit_s=0.05, max_skipped_steps=9)
+    assert not goodput.may_wait(late, start_s=1.0, limit_s=0.05, max_skipped_steps=9)
+
+
+def test_a_pending_token_comes_when_the_step_begins_so_its_target_counts_from_there() -> None:
+    request = request_of(0.5, last_token_s=0.55)
+    request.num_pending_tokens = 1
+    assert goodput.may_wait(request, start_s=1.0, limit_s=0.25, max_skipped_steps=9)
+    assert not goodput.may_wait(request, start_s=1.0, limit_s=0.26, max_skipped_steps=9)
 
 
 def test_chunk_is_the_largest_that_meets_the_limit() -> None:

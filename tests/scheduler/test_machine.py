@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 import hypothesis.strategies as st
@@ -64,6 +65,8 @@ configs = st.builds(
 class SchedulerMachine(RuleBasedStateMachine):
     """Prompts repeat few patterns, so that prefixes meet; pools are small, so that requests are preempted."""
 
+    num_lookahead_steps: ClassVar[int] = 0
+    quick: ClassVar[settings] = QUICK
     driver: Driver
     seen: ClassVar[Counter[str]] = Counter()
 
@@ -71,11 +74,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.specs: dict[str, RequestSpec] = {}
         self.failed: set[str] = set()
-        self.plan: StepPlan | None = None
         self.reported = 0
 
     @initialize(config=configs, is_measured=st.booleans())
     def start(self, config: SchedulerConfig, is_measured: bool) -> None:
+        config = replace(config, num_lookahead_steps=self.num_lookahead_steps)
         self.driver = Driver(config, ready_model() if is_measured else None)
 
     @rule(
@@ -123,24 +126,33 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.model.stop_after[spec.request_id] = stop_after
         self.driver.collect()
 
-    @precondition(lambda self: self.plan is None)
+    @property
+    def may_plan(self) -> bool:
+        return len(self.driver.out) <= self.driver.config.num_lookahead_steps
+
+    @precondition(lambda self: self.may_plan)
     @rule()
     def schedule(self) -> None:
         has_work = self.driver.scheduler.has_work
-        self.plan = self.driver.plan()
+        plan = self.driver.plan()
         self.driver.collect()
-        if self.plan is None and has_work:
+        if plan is not None:
+            self.rows_are_wanted(plan)
+        elif has_work and not self.driver.out:
             assert not self.driver.scheduler.has_work, "work is left, but nothing is planned"
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: bool(self.driver.out))
     @rule(data=st.data())
     def update(self, data: st.DataObject) -> None:
-        assert self.plan is not None
-        ids = [row.request_id for row in self.plan.rows]
+        plan = self.driver.out[0]
+        ids = [row.request_id for row in plan.rows]
         failing = {data.draw(st.sampled_from(ids))} if data.draw(st.integers(0, 3)) == 3 else set()
         self.failed |= failing
-        self.driver.complete(self.plan, failing)
-        self.plan = None
+        self.driver.complete(plan, failing)
+
+    def rows_are_wanted(self, plan: StepPlan) -> None:
+        for row in plan.rows:
+            assert row.num_generated_tokens < self.specs[row.request_id].max_tokens, "past max_tokens"
 
     @precondition(lambda self: bool(self.specs))
     @rule(data=st.data(), reason=st.sampled_from([FinishReason.CANCELLED, FinishReason.STOP]))
@@ -153,14 +165,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def run_some(self) -> None:
         for _ in range(9):
-            if self.plan is not None:
-                self.driver.complete(self.plan)
-            self.plan = self.driver.plan()
+            if self.driver.out and not self.may_plan:
+                self.driver.complete(self.driver.out[0])
+            plan = self.driver.plan()
+            if plan is not None:
+                self.rows_are_wanted(plan)
         self.driver.collect()
 
     @invariant()
     def books_balance(self) -> None:
         self.driver.scheduler.pool.check()
+        self.driver.check_out()
         stats = self.driver.scheduler.stats()
         assert stats.free_blocks + stats.cached_blocks + stats.held_blocks == stats.total_blocks
         assert stats.num_running + stats.num_leaving <= self.driver.config.max_num_seqs
@@ -192,8 +207,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Whatever happened: everything that was accepted ends, once, and nothing stays behind."""
         if not hasattr(self, "driver"):
             return
-        if self.plan is not None:
-            self.driver.complete(self.plan)
         self.driver.run(max_steps=3000)
         self.reports_are_right()
         assert all(self.driver.end(name) for name in self.specs)
@@ -202,15 +215,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seen["preemptions"] += stats.num_preemptions
         self.seen["prefix_hits"] += stats.prefix_hit_tokens
         self.seen["errors"] += len(self.failed)
+        self.seen["pending"] += sum(row.is_pending for plan in self.driver.plans for row in plan.rows)
+        self.seen["wasted"] += self.driver.num_wasted
         self.seen.update(update.finish for update in self.driver.updates if update.finish)
 
 
-def test_any_sequence_of_events_keeps_books_seats_and_outputs_right() -> None:
-    SchedulerMachine.seen = Counter()
-    run_state_machine_as_test(SchedulerMachine, settings=QUICK)
-    unseen = {"preemptions", "prefix_hits", "errors", *FinishReason} - {
-        name for name, count in SchedulerMachine.seen.items() if count
-    }
+class LookaheadMachine(SchedulerMachine):
+    """The same with the next step planned while one is out."""
+
+    num_lookahead_steps = 1
+    quick = settings(QUICK, max_examples=150)
+
+
+EVERYTHING = {"preemptions", "prefix_hits", "errors", *FinishReason}
+
+
+@pytest.mark.parametrize(
+    ("machine", "wanted"),
+    [(SchedulerMachine, EVERYTHING), (LookaheadMachine, EVERYTHING | {"pending", "wasted"})],
+    ids=["plain", "lookahead"],
+)
+def test_any_sequence_of_events_keeps_books_seats_and_outputs_right(
+    machine: type[SchedulerMachine], wanted: set[str]
+) -> None:
+    machine.seen = Counter()
+    run_state_machine_as_test(machine, settings=machine.quick)
+    unseen = wanted - {name for name, count in machine.seen.items() if count}
     assert not unseen, "the sequences never got there"
 
 
@@ -260,6 +290,39 @@ def never_preempts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forgets_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler.admission.headroom_blocks", lambda *_: 1 << 20)
+
+
+def plans_past_max_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Request, "can_decode", property(lambda self: self.num_missing_tokens == 1))
+
+
+def frees_blocks_still_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = State.end
+
+    def end_and_free(self: State, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        table = request.block_table
+        end(self, request, reason, error)
+        if request.num_in_flight:
+            request.block_table = ()
+            self.pool.release(table)
+
+    monkeypatch.setattr(State, "end", end_and_free)
+
+
+def preempts_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(State, "hold_back", lambda self, victims: False)
+
+
+LOOKAHEAD_SABOTAGES = [plans_past_max_tokens, frees_blocks_still_being_written, preempts_what_is_in_flight]
+
+
+@pytest.mark.parametrize("sabotage", LOOKAHEAD_SABOTAGES)
+def test_control_each_mechanism_of_lookahead_switched_off_is_noticed(
+    sabotage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sabotage(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, IndexError, ValueError)):
+        run_state_machine_as_test(LookaheadMachine, settings=CONTROL)
 
 
 @pytest.mark.parametrize(

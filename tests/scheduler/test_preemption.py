@@ -203,3 +203,19 @@ def test_what_a_victim_leaves_over_goes_to_no_other_low_request_in_that_step() -
     assert driver.scheduler.stats().num_preempted == 1
     driver.run()
     assert all(driver.finish_of(name) is FinishReason.LENGTH for name in ("low0", "low1", "high"))
+
+
+def test_blocks_that_the_candidate_shares_with_its_victim_are_not_counted_as_freed() -> None:
+    driver = Driver(make_config(num_blocks=8, max_num_seqs=3, max_num_batched_tokens=64, watermark_blocks=0))
+    prompt = tuple(range(16))
+    driver.add(make_spec("low", prompt, 8, service_class=BATCH))
+    driver.add(make_spec("other", 5, 3, service_class=INTERACTIVE))
+    driver.step()
+    driver.step()
+    assert driver.scheduler.stats().free_blocks == 1
+    driver.add(make_spec("high", (*prompt, *range(100, 112)), 4, service_class=INTERACTIVE))
+    driver.step()  # four of its seven blocks are `low`'s: without `low` there would be two others, not six
+    assert driver.scheduler.stats().num_preempted == 0
+    driver.run()
+    assert driver.output("high") == undisturbed_output((*prompt, *range(100, 112)), 4)
+    assert driver.output("low") == undisturbed_output(prompt, 8)

@@ -188,8 +188,8 @@ def test_a_row_without_token_ends_in_error_not_in_silence() -> None:
 def test_log_probabilities_come_with_their_tokens() -> None:
     driver = Driver()
     driver.add(make_spec("a", 4, 3, sampling=SamplingParams(seed=0, num_logprobs=0)), make_spec("b", 4, 3))
-    while (plan := driver.plan()) is not None:
-        result = driver.model.run(plan)
+    while driver.plan() is not None:
+        result = driver.model.run(driver.out.popleft())
         driver.scheduler.update(result, 0.0)  # updates are left to pile up
     driver.collect()
     by_id = {update.request_id: update for update in driver.updates}

@@ -193,7 +193,10 @@ class ServiceUnderTest:
 async def new_service(
     kafka: KafkaBroker, redis_server: RedisServer, *, partitions: int = 4
 ) -> ServiceUnderTest:
-    """Fresh topics and group; the deterministic engine with an instant step unless a test says otherwise."""
+    """Fresh topics and group; the deterministic engine with an instant step unless a test says otherwise.
+
+    Whether the next step is planned while one runs may be said by the environment, for all tests or for one.
+    """
     return ServiceUnderTest(
         kafka,
         redis_server,
@@ -205,6 +208,7 @@ async def new_service(
             "TAILRACE_RESULTS_TOPIC": await kafka.new_topic(1),
             "TAILRACE_DEAD_LETTER_TOPIC": await kafka.new_topic(1, max_message_bytes=str(16 << 20)),
             "TAILRACE_ENGINE": "deterministic",
+            "TAILRACE_ASYNC_SCHEDULING": os.environ.get("TAILRACE_ASYNC_SCHEDULING", ""),
             "TAILRACE_KV_CACHE_BYTES": str(64 << 20),
             "TAILRACE_SESSION_TIMEOUT_S": "6",
             "TAILRACE_DRAIN_GRACE_S": "10",

@@ -20,6 +20,7 @@ from scheduler.scheduler import Scheduler
 from scheduler.spec import FinishReason, RequestSpec
 from service.grammar.formats import grammar_of
 from service.wire import parse_job
+from tests.kernels.driving import updates_of
 from tests.kernels.tiny import SIZES, make_model, save
 
 MAX_NUM_SEQS = 6
@@ -111,7 +112,13 @@ def specs(
 Tokens = dict[str, list[int]]
 
 
-def run(runner: Runner, wanted: list[RequestSpec], *, max_num_seqs: int = MAX_NUM_SEQS) -> tuple[Tokens, int]:
+def run(
+    runner: Runner,
+    wanted: list[RequestSpec],
+    *,
+    max_num_seqs: int = MAX_NUM_SEQS,
+    num_lookahead_steps: int = 0,
+) -> tuple[Tokens, int]:
     """Tokens by request, and how often one was preempted. Everything must end by a stop or by its length."""
     scheduler = Scheduler(
         SchedulerConfig(
@@ -120,20 +127,15 @@ def run(runner: Runner, wanted: list[RequestSpec], *, max_num_seqs: int = MAX_NU
             max_num_seqs=max_num_seqs,
             max_model_len=runner.max_model_len,
             max_num_batched_tokens=64,
+            num_lookahead_steps=num_lookahead_steps,
         )
     )
     tokens: dict[str, list[int]] = {spec.request_id: list(spec.generated_token_ids) for spec in wanted}
     for spec in wanted:
         assert scheduler.add(spec, 0.0) is None
-    now_s = 0.0
-    while scheduler.has_work:
-        now_s += 0.01
-        plan = scheduler.schedule(now_s)
-        assert plan is not None
-        scheduler.update(runner.step(plan), now_s)
-        for update in scheduler.take_updates():
-            tokens[update.request_id].extend(update.new_token_ids)
-            assert update.finish in (None, FinishReason.STOP, FinishReason.LENGTH), update
+    for update in updates_of(scheduler, runner):
+        tokens[update.request_id].extend(update.new_token_ids)
+        assert update.finish in (None, FinishReason.STOP, FinishReason.LENGTH), update
     return tokens, scheduler.stats().num_preemptions
 
 
@@ -213,11 +215,13 @@ def test_ended_outputs_follow_their_grammar(kind: Kind, seed: int) -> None:
     check_outputs(tokens, wanted, token_bytes, eos)
 
 
-def test_preempted_outputs_equal_undisturbed_ones(kind: Kind) -> None:
+@pytest.mark.parametrize("num_lookahead_steps", [0, 1])
+def test_preempted_outputs_equal_undisturbed_ones(kind: Kind, num_lookahead_steps: int) -> None:
     load, token_bytes, eos = kind
     wanted = specs(60, eos)
 
-    squeezed, num_preemptions = run(load(12), [spec for spec, _ in wanted.values()])
+    all_specs = [spec for spec, _ in wanted.values()]
+    squeezed, num_preemptions = run(load(12), all_specs, num_lookahead_steps=num_lookahead_steps)
     roomy = load(256)
     alone: Tokens = {}
     for spec, _ in wanted.values():
@@ -254,20 +258,24 @@ def test_neighbours_of_constrained_rows_are_what_they_are_without_them(kind: Kin
     assert {spec.request_id: mixed[spec.request_id] for spec in plain} == without
 
 
-def test_bad_regex_or_grammar_ends_one_request_and_no_other(kind: Kind) -> None:
+@pytest.mark.parametrize("num_lookahead_steps", [0, 1])
+def test_bad_regex_or_grammar_ends_one_request_and_no_other(kind: Kind, num_lookahead_steps: int) -> None:
     load, _, eos = kind
     bad = RequestSpec("bad", (40, 41), 9, SamplingParams(seed=0, grammar="{}"), 0.0, stop_token_ids=eos)
     good = next(iter(specs(9, eos).values()))[0]
     runner = load(64)
-    scheduler = Scheduler(SchedulerConfig(num_blocks=64, block_size=16, max_num_seqs=4, max_model_len=256))
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_blocks=64,
+            block_size=16,
+            max_num_seqs=4,
+            max_model_len=256,
+            num_lookahead_steps=num_lookahead_steps,
+        )
+    )
     assert scheduler.add(bad, 0.0) is None
     assert scheduler.add(good, 0.0) is None
-    finishes: dict[str, FinishReason] = {}
-    while scheduler.has_work:
-        plan = scheduler.schedule(0.0)
-        assert plan is not None
-        scheduler.update(runner.step(plan), 0.0)
-        finishes |= {update.request_id: update.finish for update in scheduler.take_updates() if update.finish}
+    finishes = {update.request_id: update.finish for update in updates_of(scheduler, runner) if update.finish}
 
     assert finishes["bad"] is FinishReason.ERROR
     assert finishes[good.request_id] in (FinishReason.STOP, FinishReason.LENGTH)

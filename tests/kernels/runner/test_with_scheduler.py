@@ -13,7 +13,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.plan import SamplingParams
 from scheduler.scheduler import Scheduler
 from scheduler.spec import FinishReason, RequestSpec
-from tests.kernels.driving import generate
+from tests.kernels.driving import generate, updates_of
 from tests.kernels.tiny import make_model, save
 
 MAX_NUM_SEQS, MAX_TOKENS = 6, 40
@@ -24,7 +24,7 @@ SAMPLING = [
 ]
 
 
-def run(runner: Runner) -> tuple[dict[str, list[int]], int]:
+def run(runner: Runner, num_lookahead_steps: int) -> tuple[dict[str, list[int]], int]:
     """Tokens by request, and how often one was preempted."""
     scheduler = Scheduler(
         SchedulerConfig(
@@ -33,31 +33,31 @@ def run(runner: Runner) -> tuple[dict[str, list[int]], int]:
             max_num_seqs=MAX_NUM_SEQS,
             max_model_len=runner.max_model_len,
             max_num_batched_tokens=48,
+            num_lookahead_steps=num_lookahead_steps,
         )
     )
     tokens: dict[str, list[int]] = {str(idx): [] for idx in range(len(PROMPTS))}
     for idx, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLING, strict=True)):
         spec = RequestSpec(str(idx), prompt, MAX_TOKENS, sampling, arrival_s=0.0)
         assert scheduler.add(spec, 0.0) is None
-    now_s, ends = 0.0, []
-    while scheduler.has_work:
-        now_s += 0.01
-        plan = scheduler.schedule(now_s)
-        assert plan is not None
-        scheduler.update(runner.step(plan), now_s)
-        for update in scheduler.take_updates():
-            tokens[update.request_id].extend(update.new_token_ids)
-            ends.extend([update.finish] if update.finish else [])
+    ends = []
+    for update in updates_of(scheduler, runner):
+        tokens[update.request_id].extend(update.new_token_ids)
+        ends.extend([update.finish] if update.finish else [])
     stats = scheduler.stats()
     assert ends == [FinishReason.LENGTH] * len(PROMPTS)
     assert stats.free_blocks + stats.cached_blocks + stats.held_blocks == stats.total_blocks
     return tokens, stats.num_preemptions
 
 
-def test_deterministic_runner() -> None:
+LOOKAHEAD = pytest.mark.parametrize("num_lookahead_steps", [0, 1])
+
+
+@LOOKAHEAD
+def test_deterministic_runner(num_lookahead_steps: int) -> None:
     runner = DeterministicRunner(DeterministicOptions(num_blocks=16, block_size=16))
 
-    tokens, num_preemptions = run(runner)
+    tokens, num_preemptions = run(runner, num_lookahead_steps)
 
     assert num_preemptions > 0
     assert tokens == {
@@ -85,8 +85,11 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], ModelRunne
     return load_with
 
 
-def test_model_runner_with_seeds_and_penalties(load: Callable[[int], ModelRunner]) -> None:
-    tokens, num_preemptions = run(load(16))
+@LOOKAHEAD
+def test_model_runner_with_seeds_and_penalties(
+    load: Callable[[int], ModelRunner], num_lookahead_steps: int
+) -> None:
+    tokens, num_preemptions = run(load(16), num_lookahead_steps)
 
     assert num_preemptions > 0
     roomy = load(64)

@@ -1,18 +1,22 @@
 """The scheduler coroutine over the real scheduler and the deterministic runner."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import pytest
 
-from kernels.deterministic import DeterministicOptions, DeterministicRunner
+from kernels.deterministic import DeterministicOptions, DeterministicRunner, expected_tokens
+from kernels.runner import FinishedStep, Runner
 from scheduler.config import SchedulerConfig
 from scheduler.plan import SamplingParams, StepPlan, StepResult
 from scheduler.scheduler import Scheduler
 from scheduler.spec import FinishReason, RequestSpec, RequestUpdate
 from service.engine import Engine, StepThread
 from service.errors import InternalError
+from tests.service.engine.runners import OPTIONS, PoisonedRunner, QueuedRunner
 
 
 class Recorder:
@@ -47,12 +51,41 @@ def spec(request_id: str, max_tokens: int = 5, **fields: object) -> RequestSpec:
     return RequestSpec(request_id, max_tokens=max_tokens, **(values | fields))  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Mode:
+    num_lookahead_steps: int
+    make_runner: Callable[[DeterministicOptions], DeterministicRunner]
+
+    def scheduler(self, runner: Runner) -> Scheduler:
+        return Scheduler(
+            SchedulerConfig(
+                num_blocks=64,
+                block_size=runner.block_size,
+                max_num_seqs=8,
+                max_model_len=512,
+                num_lookahead_steps=self.num_lookahead_steps,
+            )
+        )
+
+
+MODES = {
+    "plain": Mode(0, PoisonedRunner),
+    "lookahead": Mode(1, PoisonedRunner),
+    "device": Mode(0, QueuedRunner),
+    "device-lookahead": Mode(1, QueuedRunner),
+}
+
+
+@pytest.fixture(params=MODES.values(), ids=MODES)
+def mode(request: pytest.FixtureRequest) -> Mode:
+    chosen: Mode = request.param
+    return chosen
+
+
 @asynccontextmanager
-async def engine(recorder: Recorder, runner: object = None) -> AsyncIterator[Engine]:
-    step_thread = StepThread(lambda: runner or DeterministicRunner(DeterministicOptions(num_blocks=64)))  # type: ignore[arg-type, return-value]
-    loaded = await step_thread.start()
-    config = SchedulerConfig(num_blocks=64, block_size=loaded.block_size, max_num_seqs=8, max_model_len=512)
-    running = Engine(Scheduler(config), step_thread, recorder)
+async def engine(mode: Mode, recorder: Recorder) -> AsyncIterator[Engine]:
+    step_thread = StepThread(lambda: mode.make_runner(OPTIONS))
+    running = Engine(mode.scheduler(await step_thread.start()), step_thread, recorder)
     task = asyncio.create_task(running.run())
     try:
         yield running
@@ -64,9 +97,9 @@ async def engine(recorder: Recorder, runner: object = None) -> AsyncIterator[Eng
             await step_thread.stop()
 
 
-async def test_requests_that_come_at_any_time_are_served_and_the_idle_engine_wakes() -> None:
+async def test_requests_that_come_at_any_time_are_served_and_the_idle_engine_wakes(mode: Mode) -> None:
     recorder = Recorder()
-    async with engine(recorder) as running:
+    async with engine(mode, recorder) as running:
         assert running.add(spec("a")) is None
         await recorder.until_finished("a")
         assert running.add(spec("b", max_tokens=9)) is None
@@ -75,9 +108,9 @@ async def test_requests_that_come_at_any_time_are_served_and_the_idle_engine_wak
     assert recorder.tokens["a"] == recorder.tokens["b"][:5], "the same prompt must give the same tokens"
 
 
-async def test_a_request_ended_from_outside_ends_once_and_its_neighbour_goes_on() -> None:
+async def test_a_request_ended_from_outside_ends_once_and_its_neighbour_goes_on(mode: Mode) -> None:
     recorder = Recorder()
-    async with engine(recorder) as running:
+    async with engine(mode, recorder) as running:
         running.add(spec("long", max_tokens=400))
         running.add(spec("short", max_tokens=20))
         while not recorder.tokens.get("long"):
@@ -91,9 +124,9 @@ async def test_a_request_ended_from_outside_ends_once_and_its_neighbour_goes_on(
     assert stats.held_blocks == 0
 
 
-async def test_an_impossible_request_is_refused_with_the_limit_and_nobody_else_is_hurt() -> None:
+async def test_an_impossible_request_is_refused_with_the_limit_and_nobody_else_is_hurt(mode: Mode) -> None:
     recorder = Recorder()
-    async with engine(recorder) as running:
+    async with engine(mode, recorder) as running:
         rejection = running.add(spec("huge", max_tokens=10_000))
         assert rejection is not None
         assert (rejection.field, rejection.value, rejection.limit) == ("prompt + max_tokens", 10_003, 512)
@@ -102,35 +135,81 @@ async def test_an_impossible_request_is_refused_with_the_limit_and_nobody_else_i
     assert "huge" not in recorder.finished
 
 
-async def test_an_engine_whose_every_step_fails_says_so_instead_of_failing_the_jobs() -> None:
-    class Broken(DeterministicRunner):
-        def step(self, plan: StepPlan) -> StepResult:
-            raise MemoryError
-
-    step_thread = StepThread(lambda: Broken(DeterministicOptions(num_blocks=64)))
-    await step_thread.start()
-    config = SchedulerConfig(num_blocks=64, block_size=16, max_num_seqs=8, max_model_len=512)
+async def test_what_is_batched_beside_each_other_gives_the_same_tokens_in_every_mode(mode: Mode) -> None:
     recorder = Recorder()
-    broken = Engine(Scheduler(config), step_thread, recorder)
-    broken.add(spec("a"))
-    broken.add(spec("b"))
+    prompts = {f"r{i}": tuple(range(40 + i, 45 + 7 * i)) for i in range(12)}
+    async with engine(mode, recorder) as running:
+        for i, (name, prompt) in enumerate(prompts.items()):
+            running.add(spec(name, max_tokens=5 + 3 * i, prompt_token_ids=prompt))
+            await asyncio.sleep(0)
+        await recorder.until_finished(*prompts)
+        stats = running.scheduler.stats()
+    for i, (name, prompt) in enumerate(prompts.items()):
+        assert recorder.tokens[name] == list(expected_tokens(prompt, 5 + 3 * i))
+    assert stats.held_blocks == stats.num_leaving == 0
+
+
+async def test_a_row_that_breaks_its_steps_ends_alone_whatever_is_planned_behind_it(mode: Mode) -> None:
+    recorder = Recorder()
+    async with engine(mode, recorder) as running:
+        for name in ("good", "bad", "fine"):
+            running.add(spec(name, max_tokens=12))
+        await recorder.until_finished("good", "bad", "fine")
+        running.add(spec("later"))
+        await recorder.until_finished("later")
+    assert recorder.finished.pop("bad") is FinishReason.ERROR
+    assert set(recorder.finished.values()) == {FinishReason.LENGTH}
+    expected = list(expected_tokens((1, 2, 3), 12))
+    assert recorder.tokens["good"] == recorder.tokens["fine"] == expected
+    assert recorder.tokens["bad"] == expected[:3]
+    assert recorder.tokens["later"] == expected[:5]
+
+
+async def test_an_engine_whose_every_row_fails_says_so_and_runs_nothing_behind(mode: Mode) -> None:
+    recorder = Recorder()
+    step_thread = StepThread(lambda: mode.make_runner(OPTIONS))
+    running = Engine(mode.scheduler(await step_thread.start()), step_thread, recorder)
+    running.add(spec("bad1", max_tokens=9))
+    running.add(spec("bad2", max_tokens=9))
     with pytest.raises(InternalError, match="all of its 2 rows"):
-        await broken.run()
+        await running.run()
+    late = step_thread.submit(StepPlan(99, ()))
+    with pytest.raises(InternalError, match="all of its 2 rows"):
+        await late
     await step_thread.stop()
     assert recorder.finished == {}
+    assert {len(tokens) for tokens in recorder.tokens.values()} <= {2, 3}
 
 
-async def test_the_next_plan_is_handed_over_before_the_last_steps_tokens_are_delivered() -> None:
-    order: list[str] = []
+async def test_stopping_takes_in_every_step_that_is_out(mode: Mode) -> None:
+    recorder = Recorder()
+    async with engine(mode, recorder) as running:
+        running.add(spec("a", max_tokens=400))
+        while not recorder.tokens.get("a"):
+            await recorder.changed.wait()
+            recorder.changed.clear()
+        running.stop()
+    num_steps = running.scheduler.stats().num_steps
+    assert len(recorder.tokens["a"]) == num_steps
 
-    class Watched(DeterministicRunner):
-        def step(self, plan: StepPlan) -> StepResult:
-            order.append(f"step {plan.step_id}")
-            return super().step(plan)
 
-    step_thread = StepThread(lambda: Watched(DeterministicOptions(num_blocks=64)))
+async def test_a_second_step_begins_on_a_device_before_the_first_is_waited_for() -> None:
+    runner = QueuedRunner()
+    recorder = Recorder()
+    async with engine(Mode(1, lambda _: runner), recorder) as running:
+        running.add(spec("a", max_tokens=30))
+        await recorder.until_finished("a")
+    assert runner.most_begun == 2
+    assert not runner.begun
+
+
+@pytest.mark.parametrize("num_lookahead_steps", [0, 1])
+async def test_the_next_plan_is_handed_over_before_the_last_steps_tokens_are_delivered(
+    num_lookahead_steps: int,
+) -> None:
+    mode = Mode(num_lookahead_steps, DeterministicRunner)
+    step_thread = StepThread(lambda: mode.make_runner(OPTIONS))
     loaded = await step_thread.start()
-    config = SchedulerConfig(num_blocks=64, block_size=loaded.block_size, max_num_seqs=8, max_model_len=512)
     done = asyncio.Event()
     submitted: list[int] = []
     submit = step_thread.submit
@@ -143,17 +222,58 @@ async def test_the_next_plan_is_handed_over_before_the_last_steps_tokens_are_del
     seen: list[tuple[int, int]] = []
 
     def on_updates(updates: Sequence[RequestUpdate]) -> None:
-        seen.append((len(seen), submitted[-1]))
+        delivered = sum(len(update.new_token_ids) for update in updates) + (seen[-1][0] if seen else 0)
+        seen.append((delivered, len(submitted)))
         if any(update.finish for update in updates):
             done.set()
 
-    running = Engine(Scheduler(config), step_thread, on_updates)
+    running = Engine(mode.scheduler(loaded), step_thread, on_updates)
     task = asyncio.create_task(running.run())
-    running.add(spec("a", max_tokens=4))
+    running.add(spec("a", max_tokens=40))
     async with asyncio.timeout(10):
         await done.wait()
     running.stop()
     await task
     await step_thread.stop()
-    # Tokens of step k are delivered when k + 1 is already out; the last ones have no successor.
-    assert seen == [(0, 1), (1, 2), (2, 3), (3, 3)]
+    # Tokens of step k are delivered when its successors are already out; the last ones have none.
+    assert seen[-1] == (40, 40)
+    assert all(
+        num_submitted >= min(40, delivered + 1 + num_lookahead_steps) for delivered, num_submitted in seen
+    )
+
+
+async def test_a_request_that_comes_while_one_step_is_out_is_planned_at_once() -> None:
+    """With one plan out there is room for another: the arrival does not wait for the result."""
+    entered, leave = threading.Event(), threading.Event()
+
+    class Gated(DeterministicRunner):
+        def begin(self, plan: StepPlan) -> FinishedStep:
+            if plan.step_id == 0:
+                entered.set()
+                leave.wait(10)
+            return super().begin(plan)
+
+    mode = Mode(1, Gated)
+    recorder = Recorder()
+    step_thread = StepThread(lambda: mode.make_runner(OPTIONS))
+    running = Engine(mode.scheduler(await step_thread.start()), step_thread, recorder)
+    submit, second = step_thread.submit, asyncio.Event()
+
+    def watched_submit(plan: StepPlan) -> "asyncio.Future[StepResult]":
+        if plan.step_id == 1:
+            second.set()
+        return submit(plan)
+
+    step_thread.submit = watched_submit  # type: ignore[method-assign]
+    task = asyncio.create_task(running.run())
+    running.add(spec("a", max_tokens=1))
+    await asyncio.to_thread(entered.wait, 10)
+    running.add(spec("b", max_tokens=1))
+    async with asyncio.timeout(10):
+        await second.wait()
+    assert recorder.finished == {}, "the first step has not returned"
+    leave.set()
+    await recorder.until_finished("a", "b")
+    running.stop()
+    await task
+    await step_thread.stop()

@@ -1,0 +1,109 @@
+"""Jobs with several choices through a worker: the prompt is computed once, and every way to end still holds."""
+
+import pytest
+from redis.asyncio import Redis
+
+from kernels.deterministic import expected_tokens
+from service.stream.control import request_cancel
+from service.wire import Result
+from service.worker.worker import Worker
+from tests.support.kafka import KafkaBroker
+from tests.support.processes import reap
+from tests.support.redis import RedisServer
+from tests.support.service import Stream, new_service, running_worker
+
+pytestmark = [pytest.mark.kafka, pytest.mark.redis]
+
+PROMPT = list(range(32, 132))
+"""Ends within a block."""
+
+
+def num_forks(worker: Worker) -> int:
+    assert worker.parts is not None
+    return worker.parts.engine.scheduler.stats().num_forks
+
+
+def num_held(worker: Worker) -> int:
+    assert worker.parts is not None
+    return worker.parts.engine.scheduler.pool.num_held
+
+
+def check_texts(result: Result, stream: Stream, num_choices: int, num_tokens: int) -> None:
+    """Every choice is what a job of its own would have been, in the result and in the stream."""
+    expected = expected_tokens(PROMPT, num_tokens)
+    assert result.status == "completed"
+    assert [choice.token_ids for choice in result.choices] == [expected] * num_choices
+    assert stream.verdict.complete
+    assert stream.gaps == []
+    assert stream.assembler.texts() == [choice.text for choice in result.choices]
+
+
+async def test_four_choices_share_one_prompt(kafka: KafkaBroker, redis_server: RedisServer) -> None:
+    service = await new_service(kafka, redis_server)
+    job = {"prompt_token_ids": PROMPT, "max_tokens": 40, "n": 4, "return_token_ids": True}
+    async with running_worker(service.settings()) as worker:
+        await service.publish([job | {"id": "first"}])
+        first = (await service.wait_for_results(["first"]))["first"]
+        assert num_forks(worker) == 3
+        await service.publish([job | {"id": "again"}])
+        again = (await service.wait_for_results(["again"]))["again"]
+        assert num_forks(worker) == 6
+        check_texts(first, await service.read("first"), 4, 40)
+        check_texts(again, await service.read("again"), 4, 40)
+    assert (first.usage.prompt_tokens, first.usage.completion_tokens, first.usage.cached_tokens) == (
+        100,
+        160,
+        0,
+    )
+    assert (again.usage.prompt_tokens, again.usage.completion_tokens, again.usage.cached_tokens) == (
+        100,
+        160,
+        96,
+    )
+    assert num_held(worker) == 0
+
+
+async def test_a_cancelled_job_takes_all_its_choices_with_it(
+    kafka: KafkaBroker, redis_server: RedisServer
+) -> None:
+    service = await new_service(kafka, redis_server)
+    redis = Redis.from_url(redis_server.url)
+    job = {"prompt_token_ids": PROMPT, "max_tokens": 3000, "n": 4, "return_token_ids": True}
+    async with running_worker(service.settings(deterministic_step_ms="5", max_num_seqs="3")) as worker:
+        await service.publish([job | {"id": "gone"}])
+        await service.wait_for_tokens("gone", 3)
+        await request_cancel(redis, "gone")
+        result = (await service.wait_for_results(["gone"]))["gone"]
+        stream = await service.read("gone")
+        await service.publish([job | {"id": "next", "max_tokens": 5}])
+        check_texts((await service.wait_for_results(["next"]))["next"], await service.read("next"), 4, 5)
+    await redis.aclose()
+    assert result.status == "cancelled"
+    assert [choice.finish_reason for choice in result.choices] == ["cancelled"] * 4
+    lengths = [len(choice.token_ids or ()) for choice in result.choices]
+    assert min(lengths[:3]) >= 1
+    assert lengths[3] == 0, "three seats: the last choice was still waiting"
+    assert stream.verdict.complete
+    assert num_held(worker) == 0
+
+
+async def test_after_kill_nine_every_choice_goes_on_where_its_stream_stopped(
+    kafka: KafkaBroker, redis_server: RedisServer
+) -> None:
+    service = await new_service(kafka, redis_server, partitions=1)
+    job = {"prompt_token_ids": PROMPT, "max_tokens": 400, "n": 3, "return_token_ids": True}
+    victim = service.spawn(worker_id="victim", deterministic_step_ms="10")
+    try:
+        await service.publish([job | {"id": "taken-over"}])
+        await service.wait_for_tokens("taken-over", 12)
+        victim.kill()
+        async with running_worker(service.settings()) as worker:
+            result = (await service.wait_for_results(["taken-over"]))["taken-over"]
+            stream = await service.read("taken-over")
+            assert num_forks(worker) == 2
+    finally:
+        reap(victim)
+    check_texts(result, stream, 3, 400)
+    assert result.attempt == 2
+    assert min(stream.resumed) >= 10
+    assert result.usage.prompt_tokens == 100
