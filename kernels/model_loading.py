@@ -1,5 +1,6 @@
 """From options and a checkpoint to a runner on the device that fits: dtype, pool size, model, sampler."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -7,14 +8,16 @@ import torch
 
 from kernels.config import ModelConfig
 from kernels.errors import OptionsError
+from kernels.gpu.support import missing_on_gpu
 from kernels.kv_pool import KVPool, bytes_per_block
 from kernels.model_runner import Model, ModelRunner, PoolShape
 from kernels.models.decoder import DecoderModel
 from kernels.registry import ModelFormat, ModelSource
 from kernels.runner import RunnerOptions
-from kernels.weights import Checkpoint, open_checkpoint
-from kernels.weights.hugging_face import is_native
+from kernels.weights import open_checkpoint
+from kernels.weights.hugging_face import open_config
 
+log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -23,6 +26,8 @@ def load_model_runner(options: RunnerOptions, source: ModelSource) -> ModelRunne
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     if _chooses_gpu(options, source):
+        from kernels.gpu.loading import load_on_gpu  # here, because only there triton is needed
+
         dtype = _gpu_dtype(options)
         return load_on_gpu(options, open_checkpoint(source, dtype), dtype, torch.device("cuda"))
     device, dtype = torch.device("cpu"), _cpu_dtype(options)
@@ -40,41 +45,19 @@ def load_model_runner(options: RunnerOptions, source: ModelSource) -> ModelRunne
     )
 
 
-def load_on_gpu(
-    options: RunnerOptions, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
-) -> ModelRunner:
-    """The same runner over Triton kernels. On a CPU device they are interpreted: for tests."""
-    from kernels.gpu.decoder import GpuDecoderModel
-    from kernels.gpu.kv_pool import GpuKVPool
-    from kernels.gpu.sampler import GpuSampler
-
-    config = checkpoint.config
-    shape = pool_shape(options, config, dtype)
-    try:
-        pool = GpuKVPool(config, shape.num_blocks, shape.block_size, dtype, device)
-        model = GpuDecoderModel(
-            config, checkpoint.weights, pool, dtype=dtype, quantization=options.quantization
-        )
-    except ValueError as error:
-        raise OptionsError(f"the model cannot run on {device}: {error}") from error
-    return ModelRunner(
-        model,
-        shape,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        make_sampler=lambda: GpuSampler(config.vocab_size, options.max_num_seqs, device),
-    )
-
-
 def _open_model(
     options: RunnerOptions, source: ModelSource, dtype: torch.dtype, device: torch.device
 ) -> tuple[ModelConfig, Callable[[KVPool], Model]]:
     """The config that sizes the pool, and what makes the model of the pool."""
-    if source.format is ModelFormat.HUGGING_FACE and not is_native(source.path):
+    foreign = _foreign_field(source)
+    if foreign is not None:
         if options.quantization != "none":
             raise OptionsError(
-                f"quantization is {options.quantization}; a model that runs through transformers takes only none"
+                f"quantization is {options.quantization}; a model that runs through transformers ({foreign}) "
+                "takes only none"
             )
+        if open_config(source.path).is_native_family:
+            log.warning("%s: %s; the model runs through transformers, slower", source.path, foreign)
         from kernels.models.adapter_loading import load_adapter  # here, because transformers takes seconds
 
         adapter = load_adapter(source.path, dtype, device)
@@ -92,6 +75,11 @@ def _open_model(
         )
 
     return checkpoint.config, bind
+
+
+def _foreign_field(source: ModelSource) -> str | None:
+    """Why the model has to run through transformers; None where it need not."""
+    return None if source.format is ModelFormat.GGUF else open_config(source.path).foreign_field
 
 
 def pool_shape(options: RunnerOptions, config: ModelConfig, dtype: torch.dtype) -> PoolShape:
@@ -132,14 +120,14 @@ def _chooses_gpu(options: RunnerOptions, source: ModelSource) -> bool:
     missing = None
     if not torch.cuda.is_available():
         missing = "torch finds no usable CUDA device here"
-    elif source.format is ModelFormat.HUGGING_FACE and not is_native(source.path):
-        missing = "models that run through transformers have no path there yet"
-    elif open_checkpoint(source, torch.float32).config.gemma3 is not None:
-        missing = "Gemma 3 has no path there yet"
-    elif options.quantization != "none":
-        missing = f"quantization {options.quantization} has no path there yet"
+    elif (foreign := _foreign_field(source)) is not None:
+        missing = f"models that run through transformers ({foreign}) have no path there yet"
+    else:
+        missing = missing_on_gpu(open_checkpoint(source, torch.float32).config, options)
     if missing is not None and options.device == "cuda":
         raise OptionsError(f"device is cuda; {missing}; use cpu or auto")
+    if missing is not None:
+        log.warning("%s: %s; the model runs on the cpu although there is a GPU", source.path, missing)
     return missing is None
 
 

@@ -7,16 +7,20 @@ from functools import partial
 import torch
 
 from kernels.batch import ForwardBatch
+from kernels.gpu.step_inputs import RING_TOKENS
 from kernels.ops.block_copy.gpu import copy_blocks
+from kernels.ops.embed_tokens.gpu import embed_tokens
 from kernels.ops.paged_attention.gpu import paged_attention
 from kernels.ops.rms_norm.gpu import rms_norm
-from kernels.ops.sampling.gpu import SampleInputs, sample
+from kernels.ops.sampling.gpu import Allowed, Bias, Histories, Penalties, SampleInputs, SeatCounts, sample
+from kernels.ops.sampling.gpu_counts import update_counts
 from kernels.ops.silu_mul.gpu import silu_mul
 from kernels.ops.store_kv.gpu import HeadNorm, KVBlocks, Rotary, store_kv
 
 NUM_BLOCKS = 1000
 NUM_TOKENS = 300
 NUM_ROWS = 8
+NUM_SEATS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +104,42 @@ def _store(heads: Heads) -> None:
 
 
 def _sample(vocab_size: int, *, is_adjusted: bool) -> None:
+    bias = penalties = allowed = None
+    if is_adjusted:
+        bias = Bias(_int32(NUM_ROWS + 1), _int32(99), _meta(99, dtype=torch.float32))
+        histories = Histories(_int32(NUM_ROWS + 1), _int32(99), _int32(99))
+        counts = SeatCounts(_int32(NUM_SEATS, vocab_size), _int64(NUM_SEATS))
+        penalties = Penalties(_int32(NUM_ROWS), counts, histories)
+        allowed = Allowed(_int32(NUM_ROWS), _int32(3, -(-vocab_size // 32)))
     inputs = SampleInputs(
         parameters=_meta(NUM_ROWS, 6, dtype=torch.float64),
         top_ks=_int32(NUM_ROWS),
         seeds=_int64(NUM_ROWS),
         positions=_int64(NUM_ROWS),
         seats=_int32(NUM_ROWS),
-        bias_start=_int32(NUM_ROWS + 1) if is_adjusted else None,
-        bias_ids=_int32(99) if is_adjusted else None,
-        bias=_meta(99, dtype=torch.float32) if is_adjusted else None,
-        counts=_int32(NUM_ROWS, vocab_size) if is_adjusted else None,
-        allowed=_int32(NUM_ROWS, -(-vocab_size // 32)) if is_adjusted else None,
+        ring=_int32(NUM_SEATS, RING_TOKENS),
+        bias=bias,
+        penalties=penalties,
+        allowed=allowed,
     )
     sample(_meta(NUM_ROWS, vocab_size, dtype=torch.float32), inputs)
+
+
+def _update_counts(vocab_size: int) -> None:
+    """As in most steps: no row brings a history."""
+    counts = SeatCounts(_int32(NUM_SEATS, vocab_size), _int64(NUM_SEATS))
+    update_counts(_int32(NUM_ROWS), _int64(NUM_ROWS), _int32(NUM_SEATS, RING_TOKENS), counts, None)
+
+
+def _embed(size: int, scale: float | None) -> None:
+    ring = _int32(NUM_SEATS, RING_TOKENS)
+    embed_tokens(_int64(NUM_TOKENS), _int64(NUM_TOKENS), ring, _meta(32000, size), scale=scale)
+
+
+def _rms_norm_branch(size: int) -> None:
+    weight = _meta(size, dtype=torch.float32)
+    x, residual = _meta(NUM_TOKENS, size), _meta(NUM_TOKENS, size)
+    rms_norm(x, weight, 1e-6, residual=residual, branch_weight=weight)
 
 
 def _rms_norm(size: int) -> None:
@@ -150,6 +177,9 @@ STORE = (
 
 CASES: tuple[AotCase, ...] = (
     *(AotCase(f"rms_norm-{size}", partial(_rms_norm, size)) for size in (576, 4096, 8192)),
+    AotCase("rms_norm-2560-branch", partial(_rms_norm_branch, 2560)),
+    AotCase("embed_tokens-4096", partial(_embed, 4096, None)),
+    AotCase("embed_tokens-2560-scaled", partial(_embed, 2560, 50.5)),
     AotCase("silu_mul-14336", partial(_silu_mul, 14336)),
     AotCase("block_copy", _copy_blocks),
     *(AotCase(f"store_kv-{heads.name}", partial(_store, heads)) for heads in STORE),
@@ -160,6 +190,7 @@ CASES: tuple[AotCase, ...] = (
         partial(_attention, Heads(128, 32, 8, kv_dtype=E4M3)),
         90,
     ),
+    AotCase("token_counts-128256", partial(_update_counts, 128256)),
     AotCase("sampling-128256", partial(_sample, 128256, is_adjusted=False)),
     AotCase("sampling-128256-adjusted", partial(_sample, 128256, is_adjusted=True)),
 )

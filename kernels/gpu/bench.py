@@ -13,6 +13,8 @@ from kernels.config import ModelConfig
 from kernels.errors import OptionsError
 from kernels.gpu.decoder import GpuDecoderModel
 from kernels.gpu.kv_pool import GpuKVPool
+from kernels.gpu.step_bench import measure_steps
+from kernels.gpu.step_inputs import StepInputs
 from kernels.gpu.timing import median_s
 from kernels.gpu.workloads import BLOCK_SIZE, AttentionSizes, attention, decode_batch, sampling
 
@@ -44,6 +46,8 @@ class BenchSizes:
     """(rows, context)"""
     prefill: tuple[tuple[int, int], ...] = ((1, 2048), (1, 8192), (4, 2048))
     """(rows, tokens of each)"""
+    num_steps: int = 50
+    """in a row, for their period"""
     copy_bytes: int = 4 << 30
     matrix_size: int = 8192
     num_runs: int = 20
@@ -70,8 +74,13 @@ def run(device: torch.device, sizes: BenchSizes | None = None) -> dict[str, obje
         "attention": [asdict(found) for found in _attention(device, sizes, bandwidth)],
         "sampling": [asdict(found) for found in _sampling(device, sizes)],
     }
-    model = random_model(device, sizes)
+    inputs = StepInputs(device, max(sizes.decode_batches))
+    model = random_model(inputs, sizes)
     report["decode"] = [asdict(found) for found in _decode(model, sizes, bandwidth)]
+    report["steps"] = [
+        asdict(measure_steps(model, inputs, num_rows, sizes.decode_context, sizes.num_steps))
+        for num_rows in sizes.decode_batches
+    ]
     report["prefill"] = [asdict(found) for found in _prefill(model, sizes, matrix_rate)]
     return report
 
@@ -151,14 +160,19 @@ def _kv_bytes_per_token(sizes: BenchSizes) -> int:
     return 2 * c.num_layers * c.num_kv_heads * c.head_dim * sizes.dtype.itemsize
 
 
-def random_model(device: torch.device, sizes: BenchSizes) -> GpuDecoderModel:
+def random_model(inputs: StepInputs, sizes: BenchSizes) -> GpuDecoderModel:
     """A model of the wanted shape, its pool just large enough for what is run."""
+    device = inputs.device
     wanted = [batch * sizes.decode_context for batch in sizes.decode_batches]
     wanted += [num_rows * tokens for num_rows, tokens in sizes.prefill]
     num_blocks = -(-max(wanted) // BLOCK_SIZE) + max(sizes.decode_batches)
     pool = GpuKVPool(sizes.config, num_blocks, BLOCK_SIZE, sizes.dtype, device)
     return GpuDecoderModel(
-        sizes.config, RandomWeights(sizes.config, device, sizes.dtype), pool, dtype=sizes.dtype
+        sizes.config,
+        RandomWeights(sizes.config, device, sizes.dtype),
+        pool,
+        dtype=sizes.dtype,
+        inputs=inputs,
     )
 
 

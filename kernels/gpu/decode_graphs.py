@@ -1,7 +1,8 @@
 """CUDA graphs of the decode step: one per bucket of batch size and context, captured when first needed.
 
-A graph fixes addresses and grid sizes. Each has a staging buffer of its own as its input, and the grids come from
-the bucket's shapes; kernels find out on the device how much of them is real.
+A graph fixes addresses and grid sizes. Each has device memory of its own as its input, of a size that never changes,
+and the grids come from the bucket's shapes; kernels find out on the device how much of them is real, and which tokens
+the step before has sampled.
 """
 
 from collections import OrderedDict
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.gpu.staged_batch import empty_decode, pad_decode, upload_batch
-from kernels.gpu.staging import Staging
+from kernels.gpu.staged_batch import batch_tensors, empty_decode, pad_decode
+from kernels.gpu.staging import num_staged_bytes
+from kernels.gpu.step_inputs import StepInputs
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 FIRST_CONTEXT_TOKENS = 1024
@@ -20,6 +22,9 @@ CONTEXT_GROWTH = 4
 """Context buckets are 1 K, 4 K, 16 K, …: at most three quarters of the attention grid ends at once."""
 MAX_GRAPHS = 64
 """Oldest out: each keeps its launches and its logits, the intermediate memory is shared."""
+SAMPLING_BYTES = 1024
+"""Room for each row's sampling parameters behind a graph's own input, so that one copy brings both. They take about 100
+bytes; the rest is for biases and short histories. Longer ones have a copy of their own."""
 
 Forward = Callable[[ForwardBatch], torch.Tensor]
 
@@ -27,9 +32,10 @@ Forward = Callable[[ForwardBatch], torch.Tensor]
 class DecodeGraphs:
     """Runs decode batches through captured graphs; on a CPU the same padded batches run directly."""
 
-    def __init__(self, run: Forward, device: torch.device, block_size: int) -> None:
+    def __init__(self, run: Forward, inputs: StepInputs, block_size: int) -> None:
         self._run = run
-        self._device = device
+        self._inputs = inputs
+        self._device = device = inputs.device
         self._block_size = block_size
         self._graphs: OrderedDict[tuple[int, int], _Graph] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -48,10 +54,11 @@ class DecodeGraphs:
         """Logits [num_sampled, vocab_size]; valid until the next call."""
         num_rows = batch.context_lens.shape[0]
         bucket = next(size for size in BATCH_BUCKETS if size >= num_rows)
-        logits = self._graph(bucket, self._width(batch.block_tables.shape[1])).replay(batch)
+        graph = self._graph(bucket, self._width(batch.block_tables.shape[1]))
         if batch.sample_indices.shape[0] == num_rows:
-            return logits[:num_rows]
-        return logits[batch.sample_indices.to(self._device)]
+            return graph.replay(batch)[:num_rows]
+        # A captured step gives every row's logits; which of them are wanted travels along.
+        return graph.replay(batch, batch.sample_indices)
 
     def _width(self, num_blocks: int) -> int:
         """Blocks of the smallest context bucket that holds `num_blocks`."""
@@ -65,7 +72,7 @@ class DecodeGraphs:
         if key not in self._graphs:
             if len(self._graphs) >= MAX_GRAPHS:
                 self._graphs.popitem(last=False)
-            self._graphs[key] = _Graph(self._run, self._device, num_rows, num_blocks, self._pool)
+            self._graphs[key] = _Graph(self._run, self._inputs, num_rows, num_blocks, self._pool)
         self._graphs.move_to_end(key)
         return self._graphs[key]
 
@@ -73,25 +80,21 @@ class DecodeGraphs:
 class _Graph:
     """One bucket's captured step."""
 
-    def __init__(
-        self,
-        run: Forward,
-        device: torch.device,
-        num_rows: int,
-        num_blocks: int,
-        pool: Any,
-    ) -> None:
-        self._run = run
-        self._shape = (num_rows, num_blocks)
-        self._staging = Staging(device)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        if device.type == "cuda":
-            self._capture(pool)
-
-    def _capture(self, pool: Any) -> None:
+    def __init__(self, run: Forward, inputs: StepInputs, num_rows: int, num_blocks: int, pool: Any) -> None:
         """`pool` is torch's handle of the memory that all graphs share; its type is private there."""
-        # The first upload settles the staging buffer's size, hence the addresses that the graph will read.
-        batch = upload_batch(self._staging, pad_decode(empty_decode(), *self._shape))
+        self._run = run
+        self._inputs = inputs
+        self._shape = (num_rows, num_blocks)
+        empty = pad_decode(empty_decode(), *self._shape)
+        size = num_staged_bytes(batch_tensors(empty)) + num_rows * SAMPLING_BYTES
+        self._target = inputs.staging.new_target(size)
+        self._logits = torch.empty(0)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if inputs.device.type == "cuda":
+            on_device = inputs.staging.upload(batch_tensors(empty), self._target)
+            self._capture(ForwardBatch(**on_device, num_decode_rows=num_rows), pool)
+
+    def _capture(self, batch: ForwardBatch, pool: Any) -> None:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch ships it without types
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -102,10 +105,15 @@ class _Graph:
         with torch.cuda.graph(self._graph, pool=pool):
             self._logits = self._run(batch)
 
-    def replay(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits of all rows of the bucket."""
-        on_device = upload_batch(self._staging, pad_decode(batch, *self._shape))
+    def replay(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of all rows of the bucket, or of the `wanted` ones."""
+        tensors = batch_tensors(pad_decode(batch, *self._shape))
+        if wanted is not None:
+            tensors["wanted"] = wanted
+        on_device = self._inputs.upload(tensors, self._target)
+        chosen = on_device.pop("wanted", None)
         if self._graph is None:
-            return self._run(on_device)
-        self._graph.replay()
-        return self._logits
+            self._logits = self._run(ForwardBatch(**on_device, num_decode_rows=self._shape[0]))
+        else:
+            self._graph.replay()
+        return self._logits if chosen is None else self._logits[chosen]

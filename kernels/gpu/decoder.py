@@ -1,46 +1,33 @@
-"""The Llama family's forward pass on a CUDA device: Triton kernels around cuBLAS's matrices.
+"""The forward pass of the native families on a CUDA device: Triton kernels around cuBLAS's matrices.
 
 It runs on CPU tensors too, through Triton's interpreter and without graphs: slow, but the whole of it can be held
 against the reference where there is no GPU.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
 
 from kernels.batch import ForwardBatch
 from kernels.config import ModelConfig
-from kernels.gpu.decode_graphs import DecodeGraphs
+from kernels.gpu.decode_graphs import BATCH_BUCKETS, DecodeGraphs
+from kernels.gpu.decoder_layers import Layer, LayerLoader
 from kernels.gpu.kv_pool import GpuKVPool
 from kernels.gpu.staged_batch import upload_batch
-from kernels.gpu.staging import Staging
-from kernels.models.rope import rotary_tables
+from kernels.gpu.step_inputs import StepInputs
+from kernels.ops.embed_tokens.gpu import embed_tokens
 from kernels.ops.paged_attention.gpu import paged_attention
 from kernels.ops.rms_norm.gpu import rms_norm
 from kernels.ops.silu_mul.gpu import silu_mul
-from kernels.ops.store_kv.gpu import HeadNorm, Rotary, store_kv
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One layer's weights, those that share an input fused along their outputs."""
-
-    input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    head_norm: HeadNorm | None
-    out: torch.Tensor
-    post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+from kernels.ops.store_kv.gpu import store_kv
 
 
 class GpuDecoderModel:
     """Weights under their Hugging Face names, bound to one KV pool; the pool's device is the model's.
 
-    Step thread only. Batches come from the host and are copied to the device at once.
+    Step thread only. Batches come from the host and are copied to the device at once; a token id of -1 - seat is the
+    one that `inputs` has for the seat and the position. `forward` does not wait for the device.
     """
 
     def __init__(
@@ -50,33 +37,32 @@ class GpuDecoderModel:
         kv_pool: GpuKVPool,
         *,
         dtype: torch.dtype,
-        quantization: str = "none",
-        num_threads: int | None = None,  # noqa: ARG002  part of the signature that all models share
+        inputs: StepInputs | None = None,
     ) -> None:
-        if quantization != "none":
-            raise ValueError(f"quantization is {quantization!r}; on a GPU it must be 'none'")
+        """inputs: shared with the sampler; None when there is none."""
         self.config = config
         self.kv_pool = kv_pool
-        self.device = kv_pool.blocks.device
+        self.device = kv_pool.device
         self._dtype = dtype
-        self._layers = [self._load_layer(weights, i) for i in range(config.num_layers)]
-        self._embedding = self._load(weights, "model.embed_tokens.weight")
-        self._norm = self._load(weights, "model.norm.weight")
-        tied = config.tie_word_embeddings
-        self._head = self._embedding if tied else self._load(weights, "lm_head.weight")
-        cos, sin = rotary_tables(config, config.max_position_embeddings)
-        self._rotary = Rotary(cos.to(self.device), sin.to(self.device))
-        self._staging = Staging(self.device)
-        self._graphs = DecodeGraphs(self._run, self.device, kv_pool.block_size)
+        self._inputs = inputs or StepInputs(self.device, BATCH_BUCKETS[-1])
+        num_positions = min(config.max_position_embeddings, kv_pool.num_blocks * kv_pool.block_size)
+        loader = LayerLoader(config, weights, self.device, dtype, num_positions)
+        self._layers = [loader.layer(layer_idx) for layer_idx in range(config.num_layers)]
+        self._embedding = loader.matrix("model.embed_tokens.weight")
+        self._norm = loader.norm("model.norm.weight")
+        self._head = self._embedding if config.tie_word_embeddings else loader.matrix("lm_head.weight")
+        self._embedding_scale: float | None = None
+        self._attention_scale = config.head_dim**-0.5
+        if config.gemma3 is not None:
+            # Rounded to the model's type as in training: 640 ** 0.5 is 25.25 in bfloat16.
+            self._embedding_scale = float(torch.tensor(config.hidden_size**0.5, dtype=dtype))
+            self._attention_scale = config.gemma3.attention_scale
+        self._graphs = DecodeGraphs(self._run, self._inputs, kv_pool.block_size)
 
     @property
     def layer_parameters(self) -> int:
         """Elements of the matrices that every token passes through, the head not among them."""
-        return sum(
-            matrix.numel()
-            for layer in self._layers
-            for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)
-        )
+        return sum(layer.num_parameters for layer in self._layers)
 
     @property
     def weight_bytes(self) -> int:
@@ -86,70 +72,46 @@ class GpuDecoderModel:
     def warmup(self) -> None:
         """Compile the kernels and capture the graphs of short contexts; the pool's contents survive."""
         with torch.inference_mode():
-            self._run(upload_batch(self._staging, _prompt_of_two()))
+            self._run(upload_batch(self._inputs, _prompt_of_two()))
             self._graphs.warmup()
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Write the batch's K/V into the pool and give the logits [num_sampled, vocab_size] in float32.
 
-        They are on the device and valid until the next call.
+        They are on the device and valid until the next call, in stream order.
         """
         num_rows = batch.context_lens.shape[0]
         if batch.num_decode_rows == num_rows and num_rows <= self._graphs.max_batch:
             return self._graphs.forward(batch)
-        return self._run(upload_batch(self._staging, batch))
+        return self._run(upload_batch(self._inputs, batch))
 
     def _run(self, batch: ForwardBatch) -> torch.Tensor:
         """The forward pass over a batch on the device. Nothing here waits for the device: it is captured."""
-        c = self.config
-        residual = F.embedding(batch.token_ids, self._embedding)
-        h = rms_norm(residual, self._layers[0].input_norm, c.rms_norm_eps)
-        for i, layer in enumerate(self._layers):
-            if i:
-                h = rms_norm(h, layer.input_norm, c.rms_norm_eps, residual=residual)
-            h = self._attend(h, layer, i, batch)
-            h = rms_norm(h, layer.post_norm, c.rms_norm_eps, residual=residual)
-            h = F.linear(silu_mul(F.linear(h, layer.gate_up)), layer.down)
+        eps, is_gelu = self.config.rms_norm_eps, self.config.gemma3 is not None
+        residual = embed_tokens(
+            batch.token_ids, batch.positions, self._inputs.ring, self._embedding, scale=self._embedding_scale
+        )
+        h = rms_norm(residual, self._layers[0].input_norm, eps)
+        fed_norm: torch.Tensor | None = None
+        for layer_idx, layer in enumerate(self._layers):
+            if layer_idx:
+                h = rms_norm(h, layer.input_norm, eps, residual=residual, branch_weight=fed_norm)
+            h = self._attend(h, layer, layer_idx, batch)
+            h = rms_norm(h, layer.mlp_norm, eps, residual=residual, branch_weight=layer.attended_norm)
+            h = F.linear(silu_mul(F.linear(h, layer.gate_up), gelu_tanh=is_gelu), layer.down)
+            fed_norm = layer.fed_norm
         # Only rows that sample need the last norm and the head.
         h, residual = h[batch.sample_indices], residual[batch.sample_indices]
-        h = rms_norm(h, self._norm, c.rms_norm_eps, residual=residual)
+        h = rms_norm(h, self._norm, eps, residual=residual, branch_weight=fed_norm)
         return F.linear(h, self._head).float()
 
-    def _attend(self, h: torch.Tensor, layer: _Layer, layer_idx: int, batch: ForwardBatch) -> torch.Tensor:
+    def _attend(self, h: torch.Tensor, layer: Layer, layer_idx: int, batch: ForwardBatch) -> torch.Tensor:
         kv = self.kv_pool.layer(layer_idx)
         qkv = F.linear(h, layer.qkv, layer.qkv_bias)
-        query = store_kv(qkv, batch.positions, batch.slot_mapping, self._rotary, kv, norm=layer.head_norm)
-        scale = self.config.head_dim**-0.5
-        attended = paged_attention(query, kv, batch, scale=scale, window=self.config.sliding_window)
+        query = store_kv(qkv, batch.positions, batch.slot_mapping, layer.rotary, kv, norm=layer.head_norm)
+        attended = paged_attention(query, kv, batch, scale=self._attention_scale, window=layer.window)
         return F.linear(attended.flatten(1), layer.out)
-
-    def _load_layer(self, weights: Mapping[str, torch.Tensor], layer_idx: int) -> _Layer:
-        prefix = f"model.layers.{layer_idx}."
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        head_norm = None
-        if self.config.qk_norm:
-            query = self._load(weights, attention + "q_norm.weight")
-            key = self._load(weights, attention + "k_norm.weight")
-            head_norm = HeadNorm(query, key, self.config.rms_norm_eps)
-        qkv_bias = None
-        if self.config.qkv_bias:
-            qkv_bias = self._load(weights, *(f"{attention}{name}_proj.bias" for name in "qkv"))
-        return _Layer(
-            input_norm=self._load(weights, prefix + "input_layernorm.weight"),
-            qkv=self._load(weights, *(f"{attention}{name}_proj.weight" for name in "qkv")),
-            qkv_bias=qkv_bias,
-            head_norm=head_norm,
-            out=self._load(weights, attention + "o_proj.weight"),
-            post_norm=self._load(weights, prefix + "post_attention_layernorm.weight"),
-            gate_up=self._load(weights, mlp + "gate_proj.weight", mlp + "up_proj.weight"),
-            down=self._load(weights, mlp + "down_proj.weight"),
-        )
-
-    def _load(self, weights: Mapping[str, torch.Tensor], *names: str) -> torch.Tensor:
-        """The named tensors on the device, one under the other."""
-        loaded = [weights[name].to(device=self.device, dtype=self._dtype) for name in names]
-        return loaded[0] if len(loaded) == 1 else torch.cat(loaded)
 
 
 def _prompt_of_two() -> ForwardBatch:

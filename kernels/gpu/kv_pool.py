@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from kernels.config import ModelConfig
+from kernels.gpu.copies import copies_of
+from kernels.gpu.staging import Staging
 from kernels.ops.block_copy.gpu import copy_blocks
 from kernels.ops.store_kv.gpu import KVBlocks
 
@@ -35,6 +37,7 @@ class GpuKVPool:
         self.dtype = dtype
         shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.head_dim)
         self.blocks = torch.zeros(shape, dtype=dtype, device=device)
+        self._staging = Staging(self.blocks.device, copies_of(self.blocks.device))
 
     @property
     def device(self) -> torch.device:
@@ -48,8 +51,12 @@ class GpuKVPool:
         return KVBlocks(self.blocks[layer_idx, 0], self.blocks[layer_idx, 1])
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, all layers, (source, destination); destinations must be distinct from sources."""
+        """Copy whole blocks, all layers, (source, destination); destinations must be distinct from sources.
+
+        Does not wait for the device, but takes an upload of its own: it comes before the step's.
+        """
         if not pairs:
             return
-        source, target = torch.tensor(pairs, dtype=torch.int32).to(self.blocks.device).unbind(1)
-        copy_blocks(self.blocks, source.contiguous(), target.contiguous())
+        source, target = torch.tensor(pairs, dtype=torch.int32).unbind(1)
+        on_device = self._staging.upload({"source": source, "target": target})
+        copy_blocks(self.blocks, on_device["source"], on_device["target"])

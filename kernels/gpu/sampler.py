@@ -1,35 +1,45 @@
-"""The Sampler of a model on the GPU: what `kernels.sampling.Sampler` does, with the logits staying where they are."""
+"""The Sampler of a model on the GPU: as `kernels.sampling.Sampler`, with logits and tokens staying where they are."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from kernels.gpu.staging import Staging
+from kernels.gpu.results import ResultBuffers
+from kernels.gpu.sample_rows import (
+    host_tensors,
+    is_banning,
+    mask_tensors,
+    prepare,
+    row_error,
+    row_params_of,
+    sample_inputs,
+)
+from kernels.gpu.sampled_rows import SampledRows, pack, wanting_logprobs
+from kernels.gpu.step_inputs import StepInputs
 from kernels.grammar import GrammarError, Grammars, GrammarSeats
-from kernels.ops.sampling.gpu import STATUS_OK, RowParams, Sampled, reset_counts, sample, upload
-from kernels.ops.sampling.gpu_kernel import STATUS_BAD_LOGITS
-from scheduler.plan import RowResult, SamplingParams, ScheduledRow, TokenLogprobs
+from kernels.ops.sampling.gpu import Allowed, SeatCounts, sample
+from scheduler.plan import RowResult, SamplingParams, ScheduledRow
 
-GREEDY_BELOW = 1e-5
-"""Smaller temperatures are taken as 0: dividing by them overflows."""
-_NUM_TOP = 20
-"""Always so many are looked up: which of two equal ones is listed must not depend on a neighbour's wish."""
-
-_NO_LOGIT = "the model produced NaN or infinite logits for this row"
-_NO_TOKEN = "every token is excluded by logit_bias and banned tokens"
+_PLAIN = SamplingParams(seed=0, top_p=0.9, num_logprobs=1)
 
 
 class GpuSampler:
-    """Keeps the counts that penalties need, by seat, on the device. Step thread only."""
+    """Keeps the counts that penalties need, by seat, on the device. Step thread only.
 
-    def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
+    A row whose newest token only the device knows is sampled like any other, unless it has a grammar.
+    """
+
+    def __init__(self, vocab_size: int, inputs: StepInputs) -> None:
         self._vocab_size = vocab_size
-        self._max_num_seqs = max_num_seqs
-        self._device = device
-        self._staging = Staging(device)
-        self._counts: torch.Tensor | None = None
+        self._inputs = inputs
+        self._results = ResultBuffers(inputs.copies)
+        self._counts: SeatCounts | None = None
         self._grammar_seats = GrammarSeats()
+        self._prepared: list[ScheduledRow] = []
+        self._errors: list[str | None] = []
 
     def constrain_with(self, grammars: Grammars) -> None:
         """Before the first row with a grammar; without it such a row ends in an error."""
@@ -39,32 +49,66 @@ class GpuSampler:
         """A seat's counts are not freed: its next request writes over them."""
         self._grammar_seats.release(seats)
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> list[RowResult]:
-        """One result per row of `logits` [num_rows, vocab_size] float32, which stay unchanged.
+    def warmup(self, logits: torch.Tensor) -> None:
+        """Compile every variant of the kernels: one that is missing would stop a step for seconds."""
+        zero = torch.zeros(1, dtype=torch.int32, device=logits.device)
+        anything = Allowed(zero, torch.full((1, -(-self._vocab_size // 32)), -1, device=logits.device).int())
+        biased = replace(_PLAIN, logit_bias=((0, 1.0),))
+        penalized = replace(_PLAIN, presence_penalty=1.0)
+        for sampling, history in ((_PLAIN, None), (biased, None), (penalized, ((0,), ())), (penalized, None)):
+            for allowed in (None, anything):
+                self.prepare([ScheduledRow("warmup", 0, (0,), 0, (0,), sampling, 0, history)])
+                self._launch(logits, allowed).wait()
 
-        Waits for the device once, at the end.
-        """
-        if not rows:
-            return []
-        errors = [self._admit(row) for row in rows]
-        prepared = [_prepare(row, self._vocab_size, error) for row, error in zip(rows, errors, strict=True)]
-        self._constrain(rows, prepared, errors)
-        sampled = sample(logits, upload(prepared, self._counts, self._staging))
-        wanted = [idx for idx, row in enumerate(rows) if _params(row).num_logprobs is not None]
-        top = _top(logits, sampled, rows, wanted) if wanted else None
-        packed = torch.stack((sampled.token_ids, sampled.statuses)).cpu().tolist()
-        logprobs = _listed(top, rows, wanted) if top is not None else {}
-        return [
-            _result(row, packed[0][idx], packed[1][idx], errors[idx], logprobs.get(idx))
-            for idx, row in enumerate(rows)
+    def prepare(self, rows: Sequence[ScheduledRow]) -> None:
+        """Before the forward pass: what is known of its sampling rows goes to the device along with its batch."""
+        self._prepared = list(rows)
+        self._errors = [row_error(row, self._vocab_size) for row in rows]
+        params = [
+            prepare(row, self._vocab_size, error) for row, error in zip(rows, self._errors, strict=True)
         ]
+        tensors = host_tensors(params) if rows else {}
+        if wanted := wanting_logprobs(rows):
+            tensors["wanted"] = torch.tensor(wanted, dtype=torch.int64)
+        if self._counts is None and "counted_seats" in tensors:
+            self._counts = self._make_counts()
+        self._inputs.add(tensors)
 
-    def _constrain(
-        self, rows: Sequence[ScheduledRow], prepared: list[RowParams], errors: list[str | None]
-    ) -> None:
-        """Puts the masks of the rows that have a grammar into `prepared`, or why there is none into `errors`."""
+    def start(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> SampledRows:
+        """Start choosing a token for each row of `logits` [num_rows, vocab_size] float32, which stay unchanged.
+
+        The rows are those of the last `prepare`, with their tokens where there is a grammar. Does not wait for the
+        device. Masks are made here, while it computes the logits, and so take a copy of their own.
+        """
+        assert len(self._prepared) == len(rows), f"{len(rows)} rows, {len(self._prepared)} were prepared"
+        allowed = None
+        if masks := self._masks(rows, self._errors):
+            allowed = Allowed(**self._inputs.staging.upload(mask_tensors(masks, len(rows))))
+        return self._launch(logits, allowed)
+
+    def _launch(self, logits: torch.Tensor, allowed: Allowed | None) -> SampledRows:
+        prepared, errors = self._prepared, self._errors
+        self._prepared, self._errors = [], []
+        on_device = self._inputs.take()
+        if prepared:
+            sampled = sample(logits, sample_inputs(on_device, self._inputs.ring, self._counts, allowed))
+            packed = pack(logits, sampled, prepared, on_device.get("wanted"))
+        else:  # nothing to read, but the step is done when the device gets there
+            packed = torch.empty(0, dtype=torch.int32, device=self._inputs.device)
+        return SampledRows(self._results.fetch(packed), prepared, errors, self._vocab_size)
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> list[RowResult]:
+        """All of it, waiting for the device at the end."""
+        self.prepare(rows)
+        return self.start(logits, rows).wait()
+
+    def _masks(
+        self, rows: Sequence[ScheduledRow], errors: list[str | None]
+    ) -> dict[int, npt.NDArray[np.int32]]:
+        """By index of the rows that have a grammar; or why there is none, into `errors`."""
+        masks = {}
         for idx, row in enumerate(rows):
-            params = _params(row)
+            params = row_params_of(row)
             if params.grammar is None or errors[idx] is not None:
                 continue
             try:
@@ -72,106 +116,28 @@ class GpuSampler:
             except GrammarError as error:
                 errors[idx] = str(error)
                 continue
-            bias = prepared[idx].bias
-            if _is_banning(row) and mask.is_within(params.banned_token_ids):
-                # A complete text can only end, however many tokens were wished for.
-                bias = dict(params.logit_bias)
-            prepared[idx] = replace(prepared[idx], bias=bias, allowed=mask.words)
+            masks[idx] = mask.words
+            # A complete text can only end, however many tokens were wished for.
+            if is_banning(row) and not mask.is_within(params.banned_token_ids):
+                masks[idx] = _without(mask.words, params.banned_token_ids, self._vocab_size)
+        return masks
 
-    def _admit(self, row: ScheduledRow) -> str | None:
-        """Take over a history that comes with the row; the error that ends this row, if any."""
-        params = _params(row)
-        error = _outside("logit_bias", (token_id for token_id, _ in params.logit_bias), self._vocab_size)
-        if error is None and params.has_penalties and row.history is not None:
-            prompt, generated = row.history
-            error = _outside("history", (*prompt, *generated), self._vocab_size)
-            if error is None:
-                reset_counts(self._all_counts(), row.seat, prompt, generated)
-        return error
-
-    def _all_counts(self) -> torch.Tensor:
-        if (
-            self._counts is None
-        ):  # most deployments never see a penalty, and this is vocab_size * 4 bytes per seat
-            shape = (self._max_num_seqs, self._vocab_size)
-            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        return self._counts
-
-
-def _params(row: ScheduledRow) -> SamplingParams:
-    assert row.sampling is not None, (
-        f"request {row.request_id}: a row that samples nothing reached the sampler"
-    )
-    return row.sampling
-
-
-def _outside(field: str, token_ids: Iterable[int], vocab_size: int) -> str | None:
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            return f"{field} names token {token_id}; the vocabulary has {vocab_size} tokens"
-    return None
-
-
-def _is_banning(row: ScheduledRow) -> bool:
-    params = _params(row)
-    return bool(params.banned_token_ids) and row.num_generated_tokens < params.min_tokens
-
-
-def _prepare(row: ScheduledRow, vocab_size: int, error: str | None) -> RowParams:
-    params = _params(row)
-    bias = dict(params.logit_bias) if error is None else {}
-    if _is_banning(row):
-        bias.update(
-            (token_id, -torch.inf) for token_id in params.banned_token_ids if 0 <= token_id < vocab_size
+    def _make_counts(self) -> SeatCounts:
+        """When first needed: most deployments never see a penalty, and this is vocab_size * 4 bytes per seat."""
+        seats, device = self._inputs.max_num_seqs, self._inputs.device
+        return SeatCounts(
+            torch.zeros((seats, self._vocab_size), dtype=torch.int32, device=device),
+            torch.zeros(seats, dtype=torch.int64, device=device),
         )
-    return RowParams(
-        parameters=(
-            params.temperature if params.temperature >= GREEDY_BELOW else 0.0,
-            params.top_p,
-            params.min_p,
-            params.repetition_penalty,
-            params.frequency_penalty,
-            params.presence_penalty,
-        ),
-        top_k=params.top_k if params.top_k < vocab_size else 0,
-        seed=params.seed,
-        position=row.sample_position,
-        seat=row.seat if params.has_penalties and error is None else -1,
-        bias=bias,
-    )
 
 
-def _top(
-    logits: torch.Tensor, sampled: Sampled, rows: Sequence[ScheduledRow], wanted: Sequence[int]
-) -> list[torch.Tensor]:
-    """For the wanted rows, on the host: chosen log-probabilities, the largest ones and their ids."""
-    at = torch.tensor(wanted, device=logits.device)
-    raw = logits[at]
-    most = max(_NUM_TOP, *(_params(rows[idx]).num_logprobs or 0 for idx in wanted))
-    values, ids = raw.topk(min(most, raw.shape[1]), dim=1)
-    # The kernel's normalizer is what makes the chosen token's value consistent with the listed ones.
-    chosen = sampled.logprobs[at]
-    normalizer = raw.gather(1, sampled.token_ids[at].long().unsqueeze(1)) - chosen.unsqueeze(1)
-    return [chosen.cpu(), (values - normalizer).cpu(), ids.cpu()]
-
-
-def _listed(
-    top: Sequence[torch.Tensor], rows: Sequence[ScheduledRow], wanted: Sequence[int]
-) -> dict[int, TokenLogprobs]:
-    chosen, values, ids = (tensor.tolist() for tensor in top)
-    result = {}
-    for line, idx in enumerate(wanted):
-        count = _params(rows[idx]).num_logprobs or 0
-        ordered = sorted(zip(ids[line], values[line], strict=True), key=lambda pair: (-pair[1], pair[0]))
-        result[idx] = TokenLogprobs(chosen[line], tuple(ordered[:count]))
-    return result
-
-
-def _result(
-    row: ScheduledRow, token_id: int, status: int, error: str | None, logprobs: TokenLogprobs | None
-) -> RowResult:
-    if status == STATUS_BAD_LOGITS:
-        return RowResult(row.request_id, error=_NO_LOGIT)
-    if error is not None or status != STATUS_OK:
-        return RowResult(row.request_id, error=error or _NO_TOKEN)
-    return RowResult(row.request_id, token_id=token_id, logprobs=logprobs)
+def _without(
+    words: npt.NDArray[np.int32], token_ids: Iterable[int], vocab_size: int
+) -> npt.NDArray[np.int32]:
+    """The mask less these tokens; ids outside of the vocabulary are in no mask."""
+    cleared = words.copy()
+    bits = cleared.view(np.uint32)
+    for token_id in token_ids:
+        if 0 <= token_id < vocab_size:
+            bits[token_id // 32] &= np.uint32(0xFFFFFFFF ^ (1 << token_id % 32))
+    return cleared

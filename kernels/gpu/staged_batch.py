@@ -5,15 +5,18 @@ from dataclasses import fields
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.gpu.staging import Staging
+from kernels.gpu.step_inputs import StepInputs
 
 _TENSORS = tuple(field.name for field in fields(ForwardBatch) if field.name != "num_decode_rows")
 
 
-def upload_batch(staging: Staging, batch: ForwardBatch) -> ForwardBatch:
-    """The same batch on the device, by one copy."""
-    on_device = staging.upload({name: getattr(batch, name) for name in _TENSORS})
-    return ForwardBatch(**on_device, num_decode_rows=batch.num_decode_rows)
+def upload_batch(inputs: StepInputs, batch: ForwardBatch) -> ForwardBatch:
+    """The same batch on the device, by one copy, which takes along what the sampler has added."""
+    return ForwardBatch(**inputs.upload(batch_tensors(batch)), num_decode_rows=batch.num_decode_rows)
+
+
+def batch_tensors(batch: ForwardBatch) -> dict[str, torch.Tensor]:
+    return {name: getattr(batch, name) for name in _TENSORS}
 
 
 def pad_decode(batch: ForwardBatch, num_rows: int, num_blocks: int) -> ForwardBatch:

@@ -4,54 +4,74 @@ from collections.abc import Mapping
 
 import torch
 
+from kernels.gpu.copies import Copies, Event
+
 _ALIGNMENT = 16
 """bytes: kernels are specialized for pointers that are multiples of this"""
-_NUM_SLOTS = 2
-"""Host buffers: one may still be on its way while the next step's is filled."""
+_MIN_SLOT_BYTES = 1 << 16
+NUM_SLOTS = 6
+"""Host buffers. Two steps are out at most, each with at most three uploads: the step itself, what is too large for its
+place, and masks. So no upload waits for a copy that is still to come."""
 
 
 class Staging:
-    """Packs host tensors into one pinned buffer and copies that once. Step thread only.
+    """Packs host tensors into one pinned buffer and copies that once. Step thread only."""
 
-    Equal shapes give equal addresses as long as nothing larger was uploaded: CUDA graphs rely on that, each with
-    a Staging of its own. Views of one upload are overwritten by the next, in stream order.
-    """
-
-    def __init__(self, device: torch.device, capacity_bytes: int = 1 << 16) -> None:
+    def __init__(self, device: torch.device, copies: Copies) -> None:
         self._device = device
-        self._pinned = device.type == "cuda"
+        self._copies = copies
+        self._slots = [_Slot(self._copies.pins) for _ in range(NUM_SLOTS)]
         self._turn = 0
-        self._events: list[torch.cuda.Event | None] = [None] * _NUM_SLOTS
-        self._allocate(capacity_bytes)
+        self.num_uploads = 0
+        """So far: a step should need one."""
 
-    def upload(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The same names with tensors on the device."""
+    def new_target(self, num_bytes: int) -> torch.Tensor:
+        """Memory of the device to upload into, [num_bytes] uint8."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def upload(
+        self, tensors: Mapping[str, torch.Tensor], into: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The same names with tensors on the device.
+
+        With `into` they lie there, in their order, and must fit: the address of each depends on the shapes before it,
+        which CUDA graphs rely on, and the next upload there overwrites them in stream order. Without it they have
+        memory of their own.
+        """
         offsets, total = _layout(tensors)
-        if total > self._target.numel():
-            self._wait_for_all()
-            self._allocate(2 * total)
-        self._turn = (self._turn + 1) % _NUM_SLOTS
-        event = self._events[self._turn]
-        if event is not None:
-            event.synchronize()
-        source = self._sources[self._turn]
+        target = self.new_target(total) if into is None else into
+        assert total <= target.numel(), f"{total} bytes to upload into {target.numel()}"
+        self._turn = (self._turn + 1) % NUM_SLOTS
+        slot = self._slots[self._turn]
+        source = slot.acquire(total)
         for name, tensor in tensors.items():
             _view(source, offsets[name], tensor).copy_(tensor)
-        self._target[:total].copy_(source[:total], non_blocking=True)
-        if self._pinned:
-            self._events[self._turn] = torch.cuda.current_stream(self._device).record_event(event)
-        return {name: _view(self._target, offsets[name], tensor) for name, tensor in tensors.items()}
+        self._copies.copy(target[:total], source)
+        slot.event = self._copies.record()
+        self.num_uploads += 1
+        return {name: _view(target, offsets[name], tensor) for name, tensor in tensors.items()}
 
-    def _wait_for_all(self) -> None:
-        for event in self._events:
-            if event is not None:
-                event.synchronize()
 
-    def _allocate(self, capacity_bytes: int) -> None:
-        self._sources = [
-            torch.empty(capacity_bytes, dtype=torch.uint8, pin_memory=self._pinned) for _ in range(_NUM_SLOTS)
-        ]
-        self._target = torch.empty(capacity_bytes, dtype=torch.uint8, device=self._device)
+class _Slot:
+    """Host memory that is not written again before its last copy was made."""
+
+    def __init__(self, pins: bool) -> None:
+        self._pins = pins
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.event: Event | None = None
+
+    def acquire(self, num_bytes: int) -> torch.Tensor:
+        if self.event is not None:
+            self.event.synchronize()
+        if num_bytes > self._memory.numel():
+            size = max(2 * num_bytes, _MIN_SLOT_BYTES)
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._pins)
+        return self._memory[:num_bytes]
+
+
+def num_staged_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    """What they occupy in a target."""
+    return _layout(tensors)[1]
 
 
 def _layout(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int]:

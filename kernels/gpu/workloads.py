@@ -6,10 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from kernels.batch import ForwardBatch
+from kernels.gpu.step_inputs import RING_TOKENS
 from kernels.ops.block_copy.gpu import copy_blocks
+from kernels.ops.embed_tokens.gpu import embed_tokens
 from kernels.ops.paged_attention.gpu import paged_attention
 from kernels.ops.rms_norm.gpu import rms_norm
-from kernels.ops.sampling.gpu import SampleInputs, sample
+from kernels.ops.sampling.gpu import Histories, SampleInputs, SeatCounts, sample
+from kernels.ops.sampling.gpu_counts import update_counts
 from kernels.ops.silu_mul.gpu import silu_mul
 from kernels.ops.store_kv.gpu import KVBlocks, Rotary, store_kv
 
@@ -88,6 +91,10 @@ def tuning_workload(op: str, bucket: str, device: torch.device, *, scale: int = 
         pool = torch.zeros(4, 2, 512, 8, BLOCK_SIZE, 128, device=device, dtype=dtype)
         source = torch.arange(256 // scale, dtype=torch.int32, device=device)
         return lambda: copy_blocks(pool, source, source + 256)
+    if op == "embed_tokens":
+        return _embed_tokens(2048 // scale, device, dtype)
+    if op == "token_counts":
+        return _token_counts(32 // scale, 128256 // scale, device)
     if op == "sampling":
         return sampling(32 // scale, 128256 // scale, device)
     raise KeyError(f"op is {op!r}; it has no workload")
@@ -101,10 +108,32 @@ def sampling(num_rows: int, vocab_size: int, device: torch.device) -> Workload:
         top_ks=torch.full((num_rows,), 50, dtype=torch.int32, device=device),
         seeds=torch.arange(num_rows, device=device),
         positions=torch.arange(num_rows, device=device),
-        seats=torch.full((num_rows,), -1, dtype=torch.int32, device=device),
+        seats=torch.arange(num_rows, dtype=torch.int32, device=device),
+        ring=torch.zeros((num_rows, RING_TOKENS), dtype=torch.int32, device=device),
     )
     logits = torch.randn(num_rows, vocab_size, device=device)
     return lambda: sample(logits, inputs)
+
+
+def _embed_tokens(num_tokens: int, device: torch.device, dtype: torch.dtype) -> Workload:
+    """Half of the tokens are pending."""
+    embedding = torch.randn(1000, 4096, device=device, dtype=dtype)
+    ring = torch.zeros((num_tokens, RING_TOKENS), dtype=torch.int32, device=device)
+    positions = torch.arange(num_tokens, device=device)
+    token_ids = torch.where(positions % 2 == 0, positions % 1000, -1 - positions)
+    return lambda: embed_tokens(token_ids, positions, ring, embedding)
+
+
+def _token_counts(num_rows: int, vocab_size: int, device: torch.device) -> Workload:
+    """Every row starts its seat's counts over with a prompt of 100 tokens, the dearest that can happen."""
+    seats = torch.arange(num_rows, dtype=torch.int32, device=device)
+    ids = torch.arange(100 * num_rows, dtype=torch.int32, device=device) % vocab_size
+    histories = Histories(torch.arange(num_rows + 1, dtype=torch.int32, device=device) * 100, ids, ids)
+    counts = SeatCounts(
+        torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device), torch.zeros_like(seats).long()
+    )
+    ring = torch.zeros((num_rows, RING_TOKENS), dtype=torch.int32, device=device)
+    return lambda: update_counts(seats, seats.long(), ring, counts, histories)
 
 
 def _store_kv(num_tokens: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> Workload:

@@ -37,6 +37,14 @@ def main(arguments: Sequence[str]) -> int:
                 f"{part:9} {line['num_rows']:3} x {line['num_tokens']:6}: {line['seconds'] * 1e3:9.3f} ms  "
                 f"{line['tokens_per_s']:10.0f} tokens/s  {verdict}"
             )
+    steps = report["steps"]
+    assert isinstance(steps, list)
+    for line in steps:
+        print(
+            f"steps     {line['num_rows']:3} x {line['num_tokens']:6}: {line['period_s'] * 1e3:9.3f} ms, the device "
+            f"idle for {line['idle_share']:.1%}; with look-ahead {line['lookahead_period_s'] * 1e3:.3f} ms, "
+            f"{line['lookahead_idle_share']:.1%}: {line['speedup']:.3f} times as fast"
+        )
     return 0
 
 

@@ -34,6 +34,24 @@ def gpu(*, as_json: bool) -> None:
     print_table(
         columns, rows, title=f"{report['device']}, torch {report['torch']}, {report['dtype']}", right=True
     )
+    print_table(
+        ("rows", "context", "ms", "device idle", "look-ahead: ms", "device idle", "times as fast"),
+        [_step_cells(line) for line in report["steps"]],
+        title="whole steps, one at a time and with look-ahead",
+        right=True,
+    )
+
+
+def _step_cells(line: dict[str, Any]) -> tuple[object, ...]:
+    return (
+        line["num_rows"],
+        line["num_tokens"],
+        f"{line['period_s'] * 1e3:.3f}",
+        f"{line['idle_share']:.1%}",
+        f"{line['lookahead_period_s'] * 1e3:.3f}",
+        f"{line['lookahead_idle_share']:.1%}",
+        f"{line['speedup']:.3f}",
+    )
 
 
 def _cells(line: dict[str, Any]) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""rms_norm and silu_mul."""
+"""embed_tokens, rms_norm and silu_mul."""
 
 from functools import partial
 
@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
 
 from kernels.gpu.checks.case import Check, assert_near, generator, poisoned_outputs
+from kernels.ops.embed_tokens.gpu import embed_tokens
+from kernels.ops.embed_tokens.reference import embed_tokens_reference
 from kernels.ops.rms_norm.gpu import rms_norm
 from kernels.ops.rms_norm.reference import rms_norm_reference
 from kernels.ops.silu_mul.gpu import silu_mul
@@ -29,6 +31,33 @@ def _norm(device: torch.device, *, size: int, dtype: torch.dtype, has_residual: 
         assert_near(residual, summed, "residual")
 
 
+def _sandwich(device: torch.device, *, size: int, dtype: torch.dtype) -> None:
+    """A branch that is normalized before it is added, as in Gemma 3, with weights wider than the rest."""
+    random = generator(size)
+    x, residual = (torch.randn(3, size, generator=random).to(device, dtype) for _ in range(2))
+    weight, branch_weight = (torch.randn(size, generator=random).to(device) for _ in range(2))
+    branch = rms_norm_reference(x.float(), branch_weight, EPS).to(dtype)
+    summed = (residual.float() + branch.float()).to(dtype)
+    expected = rms_norm_reference(summed.float(), weight, EPS)
+    with poisoned_outputs():
+        actual = rms_norm(x, weight, EPS, residual=residual, branch_weight=branch_weight)
+    assert_near(actual, expected, "rms_norm")
+    assert_near(residual, summed, "residual")
+
+
+def _embed(device: torch.device, *, size: int, dtype: torch.dtype, scale: float | None) -> None:
+    """Known tokens, the vocabulary's ends among them, beside pending ones at each place of the ring."""
+    random = generator(size)
+    embedding = torch.randn(70, size, generator=random).to(device, dtype)
+    ring = torch.randint(0, 70, (6, 4), dtype=torch.int32, generator=random).to(device)
+    token_ids = torch.tensor([0, -1, 69, -6, -3, -3, 7], device=device)
+    positions = torch.tensor([5, 8, 1 << 33, 9, 2, 1_000_003, 0], device=device)
+    expected = embed_tokens_reference(token_ids, positions, ring, embedding, scale)
+    with poisoned_outputs():
+        actual = embed_tokens(token_ids, positions, ring, embedding, scale=scale)
+    assert torch.equal(actual, expected), "embed_tokens"
+
+
 def _gate(device: torch.device, *, size: int, dtype: torch.dtype, gelu_tanh: bool) -> None:
     gate_up = (3 * torch.randn(3, 2 * size, generator=generator(size))).to(device, dtype)
     gate, up = gate_up.float().chunk(2, dim=-1)
@@ -39,6 +68,26 @@ def _gate(device: torch.device, *, size: int, dtype: torch.dtype, gelu_tanh: boo
 
 
 CASES = (
+    *(
+        Check(
+            f"embed_tokens-{size}-{dtype}-{'plain' if scale is None else 'scaled'}",
+            ("embed_tokens",),
+            partial(_embed, size=size, dtype=dtype, scale=scale),
+        )
+        for size, dtype, scale in (
+            (64, torch.float32, None),
+            (1100, torch.bfloat16, 25.25),
+            (577, torch.float16, None),
+        )
+    ),
+    *(
+        Check(
+            f"rms_norm-{size}-{dtype}-branch",
+            ("rms_norm",),
+            partial(_sandwich, size=size, dtype=dtype),
+        )
+        for size, dtype in ((640, torch.bfloat16), (72, torch.float32))
+    ),
     *(
         Check(
             f"rms_norm-{size}-{dtype}-{'residual' if has_residual else 'plain'}-offset{offset:g}",

@@ -1,14 +1,16 @@
 """Sampling on the device against the host's sampler: the same token for the same logits, seed and position."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from kernels.gpu.checks.case import Check, generator, poisoned_outputs
 from kernels.gpu.sampler import GpuSampler
+from kernels.gpu.step_inputs import StepInputs
 from kernels.sampling import Sampler
-from scheduler.plan import RowResult, SamplingParams, ScheduledRow
+from scheduler.plan import PENDING_TOKEN, RowResult, SamplingParams, ScheduledRow
 
 _SEED = 1 << 63
 """Seeds are unsigned: this one has the bit that a signed integer takes for the sign."""
@@ -37,27 +39,46 @@ def make_params(vocab_size: int) -> list[SamplingParams]:
 
 
 def check_sampling(device: torch.device, vocab_size: int, step: float, num_steps: int) -> None:
-    """Logits rounded to multiples of `step` (0: not at all) bring ties; one row is NaN and must fail alone."""
+    """Logits rounded to multiples of `step` (0: not at all) bring ties; one row is NaN and must fail alone.
+
+    Tokens that one step samples are pending in the device's next step and known in the host's, and every other step
+    runs twice on the device.
+    """
     random = generator(vocab_size)
-    ours, theirs = GpuSampler(vocab_size, 16, device), Sampler(vocab_size)
+    ours, theirs = GpuSampler(vocab_size, StepInputs(device, 16)), Sampler(vocab_size)
     params = make_params(vocab_size)
-    for position in range(num_steps):
+    generated = [[4, 4, 5] for _ in params]
+    for step_idx in range(num_steps):
         logits = 3 * torch.randn(len(params), vocab_size, generator=random)
         if step:
             logits = (logits / step).round() * step
         logits[-1, vocab_size // 3] = math.nan
-        history = ((1, 2, 3), (4, 4, 5)) if position == 0 else None
-        rows = [
-            ScheduledRow(
-                f"r{seat}", seat, (1,), 50 + position, (0,), row, 3, history if row.needs_history else None
-            )
-            for seat, row in enumerate(params)
-        ]
+        rows = [_row(seat, row, generated[seat]) for seat, row in enumerate(params)]
         expected = theirs.sample(logits, rows)
-        with poisoned_outputs():
-            actual = ours.sample(logits.to(device), rows)
-        for ours_row, theirs_row in zip(actual, expected, strict=True):
-            _assert_same(ours_row, theirs_row)
+        pending = rows if step_idx == 0 else [replace(row, token_ids=(PENDING_TOKEN,)) for row in rows]
+        for _ in range(1 + step_idx % 2):
+            with poisoned_outputs():
+                actual = ours.sample(logits.to(device), pending)
+            for ours_row, theirs_row in zip(actual, expected, strict=True):
+                _assert_same(ours_row, theirs_row)
+        for tokens, result in zip(generated, expected, strict=True):
+            tokens.append(result.token_id or 0)
+
+
+def _row(seat: int, params: SamplingParams, generated: list[int]) -> ScheduledRow:
+    """The first one brings its history along."""
+    prompt = (1, 2, 3)
+    is_first = len(generated) == 3
+    return ScheduledRow(
+        f"r{seat}",
+        seat,
+        (generated[-1],),
+        len(prompt) + len(generated) - 1,
+        (0,),
+        params,
+        len(generated),
+        (prompt, tuple(generated)) if is_first and params.needs_history else None,
+    )
 
 
 def _assert_same(actual: RowResult, expected: RowResult) -> None:
@@ -73,9 +94,19 @@ def _assert_same(actual: RowResult, expected: RowResult) -> None:
 
 
 CASES = (
-    Check("sampling-v300", ("sampling",), partial(check_sampling, vocab_size=300, step=0.0, num_steps=3)),
     Check(
-        "sampling-v300-ties", ("sampling",), partial(check_sampling, vocab_size=300, step=0.5, num_steps=3)
+        "sampling-v300",
+        ("sampling", "token_counts"),
+        partial(check_sampling, vocab_size=300, step=0.0, num_steps=3),
     ),
-    Check("sampling-v5000", ("sampling",), partial(check_sampling, vocab_size=5000, step=0.0, num_steps=1)),
+    Check(
+        "sampling-v300-ties",
+        ("sampling", "token_counts"),
+        partial(check_sampling, vocab_size=300, step=0.5, num_steps=3),
+    ),
+    Check(
+        "sampling-v5000",
+        ("sampling", "token_counts"),
+        partial(check_sampling, vocab_size=5000, step=0.0, num_steps=1),
+    ),
 )

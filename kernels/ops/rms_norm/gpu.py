@@ -14,6 +14,7 @@ def _rms_norm_kernel(
     x: tl.tensor,
     residual: tl.tensor,
     weight: tl.tensor,
+    branch_weight: tl.tensor,
     out: tl.tensor,
     eps: tl.tensor,
     weight_offset: tl.tensor,
@@ -21,11 +22,16 @@ def _rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_BRANCH: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
     value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BRANCH:
+        branch_scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / SIZE + eps)
+        branch_gain = tl.load(branch_weight + columns, mask=mask, other=0.0).to(tl.float32) + weight_offset
+        value = (value * branch_scale * branch_gain).to(x.dtype.element_ty).to(tl.float32)
     if HAS_RESIDUAL:
         value += tl.load(residual + row * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
         rounded = value.to(residual.dtype.element_ty)
@@ -43,15 +49,18 @@ def rms_norm(
     eps: float,
     *,
     residual: torch.Tensor | None = None,
+    branch_weight: torch.Tensor | None = None,
     weight_offset: float = 0.0,
 ) -> torch.Tensor:
     """Normalize rows of `x` [num_tokens, size]; with `residual` (same shape) it becomes x + residual first, in place.
 
-    `weight_offset` is 1 for models that store their gain minus one. Rows of `x` may be strided.
+    With `branch_weight` x is normalized by that before it is added (Gemma 3). `weight_offset` is 1 for models that
+    store their gain minus one. Rows of `x` may be strided.
     """
     num_tokens, size = x.shape
     assert x.stride(1) == 1
     assert weight.shape == (size,)
+    assert branch_weight is None or branch_weight.shape == (size,)
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     block = next_power_of_two(size)
@@ -61,6 +70,7 @@ def rms_norm(
         "x": x,
         "residual": x if residual is None else residual,
         "weight": weight,
+        "branch_weight": weight if branch_weight is None else branch_weight,
         "out": out,
         "eps": eps,
         "weight_offset": weight_offset,
@@ -68,6 +78,7 @@ def rms_norm(
         "SIZE": size,
         "BLOCK": block,
         "HAS_RESIDUAL": residual is not None,
+        "HAS_BRANCH": branch_weight is not None,
     }
     _rms_norm_kernel.launch((num_tokens,), arguments, num_warps=config.num_warps)
     return out

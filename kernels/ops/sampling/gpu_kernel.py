@@ -204,15 +204,19 @@ def _sample_kernel(
     seeds: tl.tensor,
     positions: tl.tensor,
     seats: tl.tensor,
+    ring: tl.tensor,
+    counted_seats: tl.tensor,
     counts: tl.tensor,
+    allowed_lines: tl.tensor,
     allowed: tl.tensor,
     token_ids: tl.tensor,
     statuses: tl.tensor,
     logprobs: tl.tensor,
-    allowed_stride: tl.tensor,
+    allowed_words: tl.tensor,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
+    RING: tl.constexpr,
     HAS_ADJUSTED: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
     HAS_ALLOWED: tl.constexpr,
@@ -220,8 +224,10 @@ def _sample_kernel(
     line = tl.program_id(0)
     raw_row = raw + line.to(tl.int64) * VOCAB
     row = work + line.to(tl.int64) * VOCAB
-    seat = tl.load(seats + line)
-    count_row = counts + tl.maximum(seat, 0).to(tl.int64) * VOCAB
+    counted_seat = tl.load(counted_seats + line) if HAS_COUNTS else tl.full([], -1, tl.int32)
+    count_row = counts + tl.maximum(counted_seat, 0).to(tl.int64) * VOCAB
+    allowed_line = tl.load(allowed_lines + line) if HAS_ALLOWED else tl.full([], -1, tl.int32)
+    allowed_row = allowed + tl.maximum(allowed_line, 0).to(tl.int64) * allowed_words
     table = parameters + line * 6
     repetition = tl.load(table + 3).to(tl.float32)
     frequency = tl.load(table + 4).to(tl.float32)
@@ -244,7 +250,7 @@ def _sample_kernel(
         if HAS_ADJUSTED:
             value = tl.load(row + ids, mask=inside, other=float("-inf"))
             if HAS_COUNTS:
-                entry = tl.load(count_row + ids, mask=inside & (seat >= 0), other=0)
+                entry = tl.load(count_row + ids, mask=inside & (counted_seat >= 0), other=0)
                 generated = entry >> 1
                 repeated = tl.where(
                     value > 0, tl.div_rn(value, repetition + tl.zeros_like(value)), value * repetition
@@ -252,7 +258,7 @@ def _sample_kernel(
                 value = tl.where(entry > 0, repeated, value)
                 value -= frequency * generated.to(tl.float32) + tl.where(generated > 0, presence, 0.0)
             if HAS_ALLOWED:
-                word = tl.load(allowed + line.to(tl.int64) * allowed_stride + ids // 32, mask=inside, other=0)
+                word = tl.load(allowed_row + ids // 32, mask=inside & (allowed_line >= 0), other=-1)
                 value = tl.where((word >> (ids % 32)) & 1 != 0, value, float("-inf"))
             tl.store(row + ids, value, mask=inside)
         tile_best, tile_id = tl.max(value, axis=0, return_indices=True)
@@ -275,9 +281,9 @@ def _sample_kernel(
             floor = _top_p_floor(row, best, temperature, floor, top_k, top_p, VOCAB, BLOCK)
         uniform = _uniform(tl.load(seeds + line), tl.load(positions + line))
         token = _invert(row, best, temperature, floor, uniform, VOCAB, BLOCK, SPAN)
-    if HAS_COUNTS:
-        is_counted = (seat >= 0) & (not (is_bad | is_empty))
-        tl.store(count_row + token, tl.load(count_row + token) + 2, mask=is_counted)
+    # For the next step, which may be enqueued before the host knows the token; 0 of a failed row is a valid one.
+    slot = tl.load(seats + line).to(tl.int64) * RING + tl.load(positions + line) % RING
+    tl.store(ring + slot, tl.where(is_bad | is_empty, 0, token))
     tl.store(token_ids + line, token)
     tl.store(statuses + line, tl.where(is_bad, 1, tl.where(is_empty, 2, 0)))
     tl.store(logprobs + line, tl.load(raw_row + token) - raw_best - tl.log(raw_sum))

@@ -25,6 +25,9 @@ SHARED_BYTES_PER_PROGRAM = {80: 166_912, 90: 232_448, 100: 232_448}
 """What the CUDA programming guide allows one program, by compute capability."""
 _BY_DEFAULT = {
     "rms_norm-4096": (90,),
+    "rms_norm-2560-branch": (90,),
+    "embed_tokens-2560-scaled": (90,),
+    "token_counts-128256": (90,),
     "silu_mul-14336": (90,),
     "block_copy": (90,),
     "store_kv-d128-32:8-b16-bfloat16-norm": (90,),

@@ -7,6 +7,7 @@ import torch
 from llguidance import LLMatcher
 
 from kernels.gpu.sampler import GpuSampler
+from kernels.gpu.step_inputs import StepInputs
 from kernels.grammar import Grammars, TokenVocabulary
 from kernels.sampling import Sampler
 from scheduler.plan import SamplingParams, ScheduledRow
@@ -32,7 +33,7 @@ def row(seat: int, sampling: SamplingParams, generated: list[int]) -> ScheduledR
 
 def test_constrained_rows_beside_plain_ones_equal_the_hosts(grammars: Grammars) -> None:
     text = LLMatcher.grammar_from_regex("(yes|[a-c]{3})")
-    ours, theirs = GpuSampler(VOCAB, 8, CPU), Sampler(VOCAB)
+    ours, theirs = GpuSampler(VOCAB, StepInputs(CPU, 8)), Sampler(VOCAB)
     ours.constrain_with(grammars)
     theirs.constrain_with(grammars)
     sampling = [
@@ -64,11 +65,26 @@ def test_constrained_rows_beside_plain_ones_equal_the_hosts(grammars: Grammars) 
 def test_a_masked_row_leaves_its_neighbours_as_they_are(grammars: Grammars) -> None:
     plain = [row(seat, SamplingParams(seed=seat, top_k=5 * seat), []) for seat in range(4)]
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(7))
-    sampler = GpuSampler(VOCAB, 8, CPU)
+    sampler = GpuSampler(VOCAB, StepInputs(CPU, 8))
     sampler.constrain_with(grammars)
     constrained = replace(row(6, SamplingParams(seed=6, grammar=LLMatcher.grammar_from_regex("b")), []))
 
     results = sampler.sample(logits, [*plain, constrained])
 
-    assert results[:4] == GpuSampler(VOCAB, 8, CPU).sample(logits[:4].contiguous(), plain)
+    assert results[:4] == GpuSampler(VOCAB, StepInputs(CPU, 8)).sample(logits[:4].contiguous(), plain)
     assert results[4].token_id == TOKENS.index(b"b")
+
+
+def test_bans_leave_a_masks_other_tokens_and_a_mask_of_banned_tokens_alone(grammars: Grammars) -> None:
+    """The last word of a mask is not full; a text that is complete may end although too few tokens were made."""
+    ours = GpuSampler(VOCAB, StepInputs(CPU, 8))
+    ours.constrain_with(grammars)
+    banned = (TOKENS.index(b"b"), TOKENS.index(b"~"), 10_000)
+    sampling = [
+        SamplingParams(seed=1, temperature=0.0, grammar=text, banned_token_ids=banned, min_tokens=9)
+        for text in (LLMatcher.grammar_from_regex("[b-c~]"), LLMatcher.grammar_from_regex("[b~]"))
+    ]
+    logits = torch.zeros(2, VOCAB)
+    logits[:, banned[1]], logits[:, banned[0]] = 5.0, 4.0
+    results = ours.sample(logits, [row(seat, params, []) for seat, params in enumerate(sampling)])
+    assert [result.token_id for result in results] == [TOKENS.index(b"c"), banned[1]]

@@ -11,8 +11,8 @@ from kernels.gpu.bench import LLAMA_8B, RandomWeights
 from kernels.gpu.checks.attention import AttentionCase, check_attention
 from kernels.gpu.decoder import GpuDecoderModel
 from kernels.gpu.kv_pool import GpuKVPool
+from kernels.gpu.loading import load_on_gpu
 from kernels.kv_pool import bytes_per_block
-from kernels.model_loading import load_on_gpu
 from kernels.ops.store_kv.gpu import KVBlocks, Rotary, store_kv
 from kernels.registry import ModelFormat, ModelSource
 from kernels.runner import RunnerOptions

@@ -5,10 +5,14 @@ import torch
 
 from kernels.batch import ForwardBatch
 from kernels.config import ModelConfig
+from kernels.gpu.copies import ImmediateCopies
 from kernels.gpu.decode_graphs import BATCH_BUCKETS, MAX_GRAPHS, DecodeGraphs
 from kernels.gpu.kv_pool import GpuKVPool
-from kernels.gpu.staged_batch import empty_decode, pad_decode, upload_batch
-from kernels.gpu.staging import Staging
+from kernels.gpu.results import ResultBuffers
+from kernels.gpu.staged_batch import batch_tensors, empty_decode, pad_decode
+from kernels.gpu.staging import NUM_SLOTS, Staging
+from kernels.gpu.step_inputs import StepInputs
+from tests.kernels.gpu.late import LateCopies
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig("llama", 2, 64, 96, 4, 2, 64, 50, 128, 1e-6, 10000.0)
@@ -28,6 +32,10 @@ def decode_batch(num_rows: int, width: int = 2) -> ForwardBatch:
     )
 
 
+def staging() -> Staging:
+    return Staging(CPU, ImmediateCopies())
+
+
 def test_one_upload_carries_all_types_and_shapes() -> None:
     tensors = {
         "odd": torch.tensor([1, 2, 3], dtype=torch.int32),
@@ -36,26 +44,99 @@ def test_one_upload_carries_all_types_and_shapes() -> None:
         "none": torch.empty(0, dtype=torch.int64),
         "real": torch.tensor([0.1], dtype=torch.float64),
     }
-    for name, tensor in Staging(CPU, 256).upload(tensors).items():
+    uploads = staging()
+    for name, tensor in uploads.upload(tensors).items():
         assert torch.equal(tensor, tensors[name]), name
         assert tensor.dtype == tensors[name].dtype
         assert tensor.numel() == 0 or tensor.data_ptr() % 16 == 0
+    assert uploads.num_uploads == 1
+
+
+def test_hazard_memory_made_in_inference_mode_is_written_outside_of_it() -> None:
+    """The model uploads in inference mode, the sampler's masks do not, and both take the same slots in turn."""
+    uploads = staging()
+    for turn in range(2 * NUM_SLOTS + 1):
+        with torch.inference_mode(turn <= NUM_SLOTS):
+            assert uploads.upload({"turn": torch.tensor([turn])})["turn"].tolist() == [turn]
+
+
+def test_hazard_host_memory_is_not_written_while_its_copy_is_still_to_come() -> None:
+    """Two steps begin before anybody waits, with three uploads each; all arrive as they were when they were made."""
+    copies = LateCopies()
+    uploads = Staging(CPU, copies)
+    targets = [uploads.new_target(16) for _ in range(NUM_SLOTS + 1)]
+    values = [torch.tensor([i, -i]) for i in range(NUM_SLOTS + 1)]
+    for value, target in zip(values[:-1], targets, strict=False):
+        uploads.upload({"value": value}, target)
+    assert (copies.copied, copies.num_waits) == ([], 0), "no upload of two steps waits for the device"
+    uploads.upload({"value": values[-1]}, targets[-1])
+    assert copies.num_waits == 1, "one more has to wait for the first"
+    copies.reach(NUM_SLOTS + 1)
+    assert [copied.view(torch.int64).tolist() for copied in copies.copied] == [v.tolist() for v in values]
+
+
+def test_hazard_results_of_a_step_survive_the_next_ones() -> None:
+    """Two steps out, then a third: each gets its own, whenever it is read."""
+    copies = LateCopies()
+    buffers = ResultBuffers(copies)
+    first, second = (buffers.fetch(torch.tensor([i], dtype=torch.int32)) for i in (1, 2))
+    assert (first.is_done, second.is_done, copies.num_waits) == (False, False, 0)
+    assert first.wait().tolist() == [1]
+    third = buffers.fetch(torch.tensor([3, 4], dtype=torch.int32))
+    assert (second.is_done, third.is_done, copies.num_waits) == (False, False, 1)
+    assert third.wait().tolist() == [3, 4]
+    assert second.is_done
+    assert second.wait().tolist() == [2]
+    assert first.wait().tolist() == [1]
+
+
+def test_hazard_a_step_that_was_given_up_keeps_its_results() -> None:
+    """Nobody waited for it, and its memory is due again."""
+    buffers = ResultBuffers(LateCopies())
+    first, _, third = (buffers.fetch(torch.tensor([i], dtype=torch.int32)) for i in range(1, 4))
+    assert third.wait().tolist() == [3]
+    assert first.wait().tolist() == [1]
+
+
+def test_the_samplers_part_travels_with_the_models() -> None:
+    inputs = StepInputs(CPU, 4)
+    inputs.add({"seeds": torch.tensor([8, 9])})
+    model = inputs.upload({"token_ids": torch.tensor([5])})
+    assert model["token_ids"].tolist() == [5]
+    assert inputs.take()["seeds"].tolist() == [8, 9]
+    assert inputs.staging.num_uploads == 1
+    assert inputs.take() == {}
+
+
+def test_what_is_too_large_for_a_graphs_memory_has_a_copy_of_its_own() -> None:
+    inputs = StepInputs(CPU, 4)
+    target = inputs.staging.new_target(64)
+    inputs.add({"seeds": torch.arange(100)})
+    model = inputs.upload({"token_ids": torch.tensor([5])}, target)
+    assert model["token_ids"].data_ptr() == target.data_ptr()
+    assert torch.equal(inputs.take()["seeds"], torch.arange(100))
+    assert inputs.staging.num_uploads == 2
+
+
+def test_without_a_forward_pass_the_samplers_part_travels_alone() -> None:
+    inputs = StepInputs(CPU, 4)
+    inputs.add({"seeds": torch.tensor([8, 9])})
+    assert inputs.take()["seeds"].tolist() == [8, 9]
 
 
 def test_equal_shapes_keep_their_addresses_which_graphs_rely_on() -> None:
-    staging = Staging(CPU)
-    first = upload_batch(staging, pad_decode(decode_batch(3), 4, 8))
-    again = upload_batch(staging, pad_decode(decode_batch(2), 4, 8))
-    assert [t.data_ptr() for t in (first.token_ids, first.block_tables, first.context_lens)] == [
-        t.data_ptr() for t in (again.token_ids, again.block_tables, again.context_lens)
-    ]
-    assert again.token_ids.tolist() == [5, 6, 0, 0]
-
-
-def test_an_upload_beyond_the_capacity_grows_the_buffers() -> None:
-    staging = Staging(CPU, 64)
-    values = torch.arange(1000)
-    assert torch.equal(staging.upload({"values": values})["values"], values)
+    """Whatever the sampler adds behind them."""
+    inputs = StepInputs(CPU, 4)
+    target = inputs.staging.new_target(4096)
+    uploads = []
+    for num_rows in (3, 2):
+        inputs.add({"seeds": torch.arange(9 * num_rows)})
+        uploads.append(inputs.upload(batch_tensors(pad_decode(decode_batch(num_rows), 4, 8)), target))
+    first, again = uploads
+    assert {name: t.data_ptr() for name, t in first.items()} == {
+        name: t.data_ptr() for name, t in again.items()
+    }
+    assert again["token_ids"].tolist() == [5, 6, 0, 0]
 
 
 def test_padding_adds_rows_that_read_and_write_nothing() -> None:
@@ -81,7 +162,7 @@ class Recorder:
 
 def test_shapes_depend_on_the_bucket_alone() -> None:
     run = Recorder()
-    graphs = DecodeGraphs(run, CPU, block_size=16)
+    graphs = DecodeGraphs(run, StepInputs(CPU, 4), block_size=16)
     for num_rows, width in ((3, 1), (4, 64), (5, 65), (256, 2), (1, 257)):
         logits = graphs.forward(decode_batch(num_rows, width))
         assert logits[:, 0].tolist() == [5 + i for i in range(num_rows)]
@@ -89,7 +170,7 @@ def test_shapes_depend_on_the_bucket_alone() -> None:
 
 
 def test_the_number_of_graphs_is_bounded_and_the_oldest_goes() -> None:
-    graphs = DecodeGraphs(Recorder(), CPU, block_size=1024)
+    graphs = DecodeGraphs(Recorder(), StepInputs(CPU, 4), block_size=1024)
     shapes = [(rows, width) for width in (1, 4, 16, 64, 256, 1024) for rows in BATCH_BUCKETS]
     assert len(shapes) > MAX_GRAPHS
     for rows, width in shapes:

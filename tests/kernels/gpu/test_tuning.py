@@ -103,7 +103,7 @@ def test_every_entry_has_candidates_and_a_workload() -> None:
     for op, buckets in load_table(TABLE_PATH)[DEFAULT].items():
         assert any(True for _ in candidates(op)), op
         for bucket in buckets:
-            if op in ("store_kv", "rms_norm", "silu_mul"):
+            if op in ("store_kv", "rms_norm", "silu_mul", "embed_tokens"):
                 tuning_workload(op, bucket, CPU, scale=1024)()
 
 
@@ -120,9 +120,13 @@ def test_bench_runs_from_end_to_end_and_reports_json() -> None:
         copy_bytes=1 << 16,
         matrix_size=64,
         num_runs=1,
+        num_steps=2,
     )
     report = json.loads(json.dumps(run(CPU, sizes)))
     assert [line["num_rows"] for line in report["decode"]] == [1, 2]
+    for line in report["steps"]:
+        assert line["device_s"] is None, "no device here"
+        assert line["speedup"] == line["period_s"] / line["lookahead_period_s"]
     for part in ("decode", "prefill", "attention"):
         for line in report[part]:
             assert line["seconds"] > 0

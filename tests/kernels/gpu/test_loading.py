@@ -1,0 +1,65 @@
+"""What is said of models and options that have no path on the GPU."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import model_loading
+from kernels.config import Gemma3Shape, ModelConfig
+from kernels.errors import OptionsError
+from kernels.gpu.loading import load_on_gpu
+from kernels.gpu.support import missing_on_gpu
+from kernels.registry import ModelFormat, ModelSource
+from kernels.runner import RunnerOptions
+from kernels.weights import open_checkpoint
+from tests.kernels.tiny import make_model, save
+
+CONFIG = ModelConfig("llama", 1, 32, 48, 2, 1, 16, 99, 128, 1e-6, 10000.0)
+OPTIONS = RunnerOptions("tiny", kv_cache_bytes=1 << 20, max_num_seqs=2)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> ModelSource:
+    return ModelSource(save(make_model("llama"), tmp_path), ModelFormat.HUGGING_FACE, "tiny")
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "reason"),
+    [
+        (CONFIG, replace(OPTIONS, quantization="int8"), "quantization int8"),
+        (replace(CONFIG, head_dim=512), OPTIONS, "head_dim is 512"),
+        (replace(CONFIG, head_dim=33), OPTIONS, "head_dim is 33"),
+        (CONFIG, replace(OPTIONS, block_size=24), "block_size is 24"),
+    ],
+)
+def test_what_is_missing_is_named(config: ModelConfig, options: RunnerOptions, reason: str) -> None:
+    assert str(missing_on_gpu(config, options)).startswith(reason)
+
+
+def test_native_families_miss_nothing() -> None:
+    for config in (
+        CONFIG,
+        replace(CONFIG, gemma3=Gemma3Shape((512, None), 1e4, 0.1)),
+        replace(CONFIG, qk_norm=True),
+    ):
+        assert missing_on_gpu(config, OPTIONS) is None
+
+
+def test_loading_refuses_what_has_no_path(source: ModelSource) -> None:
+    checkpoint = open_checkpoint(source, torch.float32)
+    with pytest.raises(OptionsError, match="cannot run on cpu: quantization int8 has no path there yet"):
+        load_on_gpu(replace(OPTIONS, quantization="int8"), checkpoint, torch.float32, torch.device("cpu"))
+
+
+def test_auto_takes_the_cpu_and_says_why_and_cuda_insists(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_loading.torch.cuda, "is_available", lambda: True)
+    options = replace(OPTIONS, quantization="int8", dtype="float32")
+    runner = model_loading.load_model_runner(options, source)
+    assert not runner.prefers_lookahead
+    assert "quantization int8 has no path there yet; the model runs on the cpu" in caplog.text
+    with pytest.raises(OptionsError, match="device is cuda; quantization int8"):
+        model_loading.load_model_runner(replace(options, device="cuda"), source)
