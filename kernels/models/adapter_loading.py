@@ -1,7 +1,10 @@
 """Loads a transformers model for the adapter, and refuses what the adapter would compute wrongly."""
 
 import inspect
+import logging
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,25 +13,20 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from kernels.batch import ForwardBatch
 from kernels.config import ModelConfig
 from kernels.errors import ModelFileError
 from kernels.kv_pool import KVPool
-from kernels.models.adapter import ATTENTION_NAME, AdapterModel, run
+from kernels.models.adapter import AdapterModel, Span
+from kernels.models.adapter_check import BLOCK_SIZE, NUM_BLOCKS, check_logits, own_logits
+from kernels.models.adapter_masks import FAR
+from kernels.models.adapter_probe import LayerNeeds, probe_layers
 from kernels.weights.hugging_face import read_eos_token_ids
 
-_UNLIMITED_POSITIONS = 1 << 20
-_CHANGES_ATTENTION = {
-    "softcap": "soft-capping of attention scores",
-    "s_aux": "attention sinks",
-    "position_bias": "position biases added to attention scores",
-    "head_mask": "head masks",
-    "attention_mask": "attention masks of its own",
-}
-"""What a model may pass to its attention that ours has no place for, and its name in words."""
+log = logging.getLogger(__name__)
 
-_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
-"""Relative error of the logits; neighbours, positions or windows ignored give errors of the order of one."""
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+_HEAD_MULTIPLE = 4
+"""Of the pool's head size, whatever its type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +35,10 @@ class LoadedAdapter:
 
     config: ModelConfig
     model: PreTrainedModel
+    spans: tuple[Span, ...]
 
     def bind(self, kv_pool: KVPool) -> AdapterModel:
-        return AdapterModel(self.config, self.model, kv_pool)
+        return AdapterModel(self.config, self.model, self.spans, kv_pool)
 
 
 def load_adapter(folder: Path, dtype: torch.dtype, device: torch.device) -> LoadedAdapter:
@@ -48,199 +47,166 @@ def load_adapter(folder: Path, dtype: torch.dtype, device: torch.device) -> Load
     Raises ModelFileError for a model whose layers are not all causal softmax attention, or whose logits are not
     those of its own attention: a small mixed batch is computed both ways.
     """
-    model = _load(folder, dtype)
+    with _quiet():
+        return _load_checked(folder, dtype, device)
+
+
+def _load_checked(folder: Path, dtype: torch.dtype, device: torch.device) -> LoadedAdapter:
+    with _refusing(folder, "cannot load the model"):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    _check_architecture(folder, config)
+    model = _load(folder, config, dtype)
     torch.nn.Module.to(model, device)  # transformers' own is typed for a decorator
-    expected = _own_logits(model)
-    model.set_attn_implementation(ATTENTION_NAME)
-    probe = _Probe(folder)
-    if model.config._attn_implementation == ATTENTION_NAME:
-        tokens = torch.tensor(_PROMPTS[0], device=device)
-        run(model, probe, tokens, torch.arange(len(tokens), device=device), tokens[:1] * 0)
-    loaded = LoadedAdapter(_config(folder, model, probe, vocab_size=expected.shape[-1]), model)
-    _check_logits(folder, loaded, expected)
+    max_positions = _max_positions(config.get_text_config())
+    with _refusing(folder, f"cannot run {type(model).__name__}"):
+        expected = own_logits(model, max_positions)
+        layers = probe_layers(folder, model)
+    _check_layers(folder, model, layers)
+    loaded = LoadedAdapter(
+        _model_config(folder, config, layers, max_positions=max_positions, vocab_size=expected.shape[-1]),
+        model,
+        tuple(layer.span for layer in layers),
+    )
+    pool = KVPool(loaded.config, NUM_BLOCKS, BLOCK_SIZE, model.dtype, model.device)
+    check_logits(folder, loaded.bind(pool), model, expected)
     return loaded
 
 
-def _load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    # Standard error is for log lines.
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' bars and advice on standard error: what matters of it the checks here say."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.ERROR)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if type(config) not in AutoModelForCausalLM._model_mapping or config.is_encoder_decoder:
-            raise ModelFileError(
-                f"{folder}: model_type {config.model_type!r} is no decoder-only causal language model of transformers"
-            )
-        if getattr(config, "quantization_config", None):
-            raise ModelFileError(
-                f"{folder}: quantization_config is not supported; give an unquantized checkpoint or a GGUF file"
-            )
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # advice on training and generating, which the checks here replace
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise ModelFileError(f"{folder}: transformers cannot load the model: {error}") from error
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+@contextmanager
+def _refusing(folder: Path, what: str) -> Iterator[None]:
+    """Whatever transformers raises on files that it does not understand, as ours."""
+    try:
+        yield
+    except ModelFileError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ModelFileError(f"{folder}: transformers {what}: {reason:.500}") from error
+
+
+def _check_architecture(folder: Path, config: Any) -> None:
+    """What the config and the class say already, before any weight is read."""
+    if type(config) not in AutoModelForCausalLM._model_mapping or config.is_encoder_decoder:
+        raise ModelFileError(
+            f"{folder}: model_type {config.model_type!r} is no decoder-only causal language model of transformers"
+        )
+    if getattr(config, "quantization_config", None):
+        raise ModelFileError(
+            f"{folder}: quantization_config is not supported; give an unquantized checkpoint or a GGUF file"
+        )
+    architecture: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    name, text = architecture.__name__, config.get_text_config()
+    others = sorted(
+        str(kind) for kind in set(getattr(text, "layer_types", None) or ()).difference(_LAYER_TYPES)
+    )
+    if architecture._is_stateful or others:
+        listed = f" (layer_types: {', '.join(others)})" if others else ""
+        what = "keeps recurrent state" if architecture._is_stateful else "has more than attention layers"
+        raise ModelFileError(
+            f"{folder}: {name} {what}{listed}; supported are "
+            f"models whose layers are all {', '.join(_LAYER_TYPES)}"
+        )
+    if "position_ids" not in inspect.signature(architecture.forward).parameters:
+        raise ModelFileError(f"{folder}: {name} takes no position_ids, so rows cannot share a batch")
+    if getattr(text, "attn_temperature_tuning", None):
+        raise ModelFileError(
+            f"{folder}: attn_temperature_tuning is {text.attn_temperature_tuning!r}; {name} scales by the place in "
+            "the batch, not by the position, so rows cannot share one"
+        )
+
+
+def _load(folder: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    with _refusing(folder, "cannot load the model"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation="eager",  # the only one that every model has and that leaves nothing out
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
     model, report = loaded
     lacking = sorted(report["missing_keys"]) + sorted(str(entry[0]) for entry in report["mismatched_keys"])
     if lacking:
         raise ModelFileError(
             f"{folder}: {len(lacking)} tensors of the model are missing or misshapen: {', '.join(lacking[:5])}"
         )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ModelFileError(
-            f"{folder}: {type(model).__name__} takes no position_ids, so rows cannot share a batch"
-        )
+    extra = sorted(report["unexpected_keys"])
+    if extra:
+        log.warning("%s: %d tensors have no place in the model: %s", folder, len(extra), ", ".join(extra[:5]))
     ready: PreTrainedModel = model.eval()
     return ready
 
 
-class _Probe:
-    """An attention that computes nothing and notes what each layer asks of it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.shapes: list[tuple[int, int]] = []
-        """(num_kv_heads, head_dim) by layer"""
-        self.windows: list[int | None] = []
-
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
-    ) -> torch.Tensor:
-        found = [name for name in _CHANGES_ATTENTION if options.get(name) is not None]
-        if getattr(options["module"], "sinks", None) is not None:
-            found.append("s_aux")
-        if found:
-            raise ModelFileError(f"{self._folder}: not supported: {_CHANGES_ATTENTION[found[0]]}")
-        if options.get("is_causal") is False or getattr(options["module"], "is_causal", True) is False:
-            raise ModelFileError(f"{self._folder}: attention that is not causal is not supported")
-        if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
-            raise ModelFileError(
-                f"{self._folder}: heads of {query.shape[-1]} (query), {key.shape[-1]} (key) and "
-                f"{value.shape[-1]} (value) are not supported; they must be equal"
-            )
-        self.shapes.append((key.shape[1], key.shape[2]))
-        self.windows.append(options.get("sliding_window"))
-        return torch.zeros_like(query)
-
-
-def _config(folder: Path, model: PreTrainedModel, probe: _Probe, *, vocab_size: int) -> ModelConfig:
+def _check_layers(folder: Path, model: PreTrainedModel, layers: Sequence[LayerNeeds]) -> None:
     text = model.config.get_text_config()
     num_layers: int = text.num_hidden_layers
-    if len(probe.shapes) != num_layers:
+    if len(layers) < num_layers:
         raise ModelFileError(
-            f"{folder}: {len(probe.shapes)} of the {num_layers} layers use transformers' attention interface; all "
-            "must (state-space, linear and hand-written attention layers are not supported)"
+            f"{folder}: {len(layers)} of the {num_layers} layers of {type(model).__name__} use transformers' attention "
+            "interface; all must (state-space, linear and hand-written attention layers are not supported)"
         )
-    if len(set(probe.shapes)) > 1:
-        raise ModelFileError(
-            f"{folder}: layers with different key-value heads are not supported: {sorted(set(probe.shapes))}"
-        )
-    _check_windows(folder, text, probe.windows)
-    num_kv_heads, head_dim = probe.shapes[0]
+    for idx, kind in enumerate(_declared_kinds(text, len(layers))):
+        if kind != "full_attention" and layers[idx].span == Span():
+            raise ModelFileError(
+                f"{folder}: layer {idx} has {kind} that {type(model).__name__} does not put into its mask; "
+                "not supported"
+            )
+
+
+def _declared_kinds(text: Any, num_calls: int) -> list[str]:
+    """What the config says of windows; a model whose mask was not built could not be told from one without."""
+    kinds = getattr(text, "layer_types", None)
+    if kinds is not None:
+        return list(kinds)[:num_calls]
+    declared = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    return ["sliding_attention" if declared else "full_attention"] * num_calls
+
+
+def _model_config(
+    folder: Path, config: Any, layers: Sequence[LayerNeeds], *, max_positions: int, vocab_size: int
+) -> ModelConfig:
+    text = config.get_text_config()
+    head_dim = max(layer.head_dim for layer in layers)
     return ModelConfig(
-        model_type=model.config.model_type,
-        num_layers=num_layers,
-        hidden_size=text.hidden_size,
-        intermediate_size=getattr(text, "intermediate_size", None) or 0,
-        num_heads=text.num_attention_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        model_type=config.model_type,
+        num_layers=len(layers),
+        hidden_size=getattr(text, "hidden_size", 0),
+        intermediate_size=0,  # like what is zero below, the model's own affair
+        num_heads=getattr(text, "num_attention_heads", 0),
+        num_kv_heads=max(layer.num_kv_heads for layer in layers),
+        head_dim=-(-head_dim // _HEAD_MULTIPLE) * _HEAD_MULTIPLE,
         vocab_size=vocab_size,
-        max_position_embeddings=_max_positions(text),
-        rms_norm_eps=0.0,  # like the next, the model's own affair
+        max_position_embeddings=max_positions,
+        rms_norm_eps=0.0,
         rope_theta=0.0,
         eos_token_ids=read_eos_token_ids(folder),
-        bos_token_id=text.bos_token_id,
+        bos_token_id=getattr(text, "bos_token_id", None),
     )
 
 
 def _max_positions(text: Any) -> int:
     """Where the rotation depends on the longest row of a batch, only as far as it does not."""
-    limit: int = getattr(text, "max_position_embeddings", None) or _UNLIMITED_POSITIONS
+    limit: int = min(getattr(text, "max_position_embeddings", None) or FAR, FAR)
     rope = getattr(text, "rope_parameters", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if parameters.get("rope_type") in ("dynamic", "longrope"):
             original = parameters.get("original_max_position_embeddings")
             limit = min(limit, original or getattr(text, "original_max_position_embeddings", None) or limit)
     return limit
-
-
-def _check_windows(folder: Path, text: Any, windows: list[int | None]) -> None:
-    """A window that a model only puts into its mask would be lost; the check of logits is too short to see it."""
-    kinds = getattr(text, "layer_types", None)
-    if kinds is None:
-        declared = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
-        kinds = ["sliding_attention" if declared else "full_attention"] * len(windows)
-    for layer, (kind, window) in enumerate(zip(kinds, windows, strict=True)):
-        if kind not in ("sliding_attention", "full_attention") or (
-            kind == "sliding_attention" and window is None
-        ):
-            raise ModelFileError(
-                f"{folder}: layer {layer} has {kind} that it does not pass to its attention function; not supported"
-            )
-
-
-_Row = tuple[int, tuple[int, ...], int]
-"""Block, tokens, and how many tokens come before them."""
-
-_PROMPTS = ((1, 5, 2, 7, 3, 6, 2, 9, 4, 8, 5), (4, 3, 3, 8, 1, 6))
-"""Small ids, which every vocabulary has."""
-
-
-@torch.inference_mode()
-def _own_logits(model: PreTrainedModel) -> torch.Tensor:
-    """[len(_PROMPTS), vocab_size]: after each prompt, alone, by the model's own attention."""
-    prompts = [torch.tensor([prompt], device=model.device) for prompt in _PROMPTS]
-    return torch.cat([model(input_ids=prompt, use_cache=False).logits[:, -1].float() for prompt in prompts])
-
-
-def _check_logits(folder: Path, loaded: LoadedAdapter, expected: torch.Tensor) -> None:
-    """The first prompt in a chunk of seven beside the second prompt, a chunk of three and a token by itself."""
-    model = loaded.model
-    try:
-        pool = KVPool(loaded.config, 2, 16, model.dtype, model.device)
-    except ValueError as error:
-        raise ModelFileError(f"{folder}: its keys and values do not fit the pool: {error}") from error
-    adapted = loaded.bind(pool)
-    first, second = _PROMPTS
-    steps: list[list[_Row]] = [
-        [(0, first[:7], 0), (1, second, 0)],
-        [(0, first[7:10], 7)],
-        [(0, first[10:], 10)],
-    ]
-    logits = [adapted.forward(_batch(rows, model.device)) for rows in steps]
-    found = torch.stack([logits[2][0], logits[0][1]])
-    off_by = float((found - expected).norm() / expected.norm())
-    limit = _TOLERANCES[model.dtype]
-    if not off_by <= limit:
-        raise ModelFileError(
-            f"{folder}: {type(model).__name__} mixes tokens otherwise than by causal softmax attention: in a batch "
-            f"its logits are off by {off_by:.2g} of their size (limit {limit:g})"
-        )
-
-
-def _batch(rows: list[_Row], device: torch.device) -> ForwardBatch:
-    """Each row in one block of 16; logits after each row."""
-    starts = torch.tensor([0, *(len(tokens) for _, tokens, _ in rows)]).cumsum(0)
-    positions = torch.cat([torch.arange(start, start + len(tokens)) for _, tokens, start in rows])
-    blocks = torch.cat([torch.full((len(tokens),), block) for block, tokens, _ in rows])
-    tensors = {
-        "token_ids": torch.tensor([token for _, tokens, _ in rows for token in tokens]),
-        "positions": positions,
-        "slot_mapping": blocks * 16 + positions,
-        "block_tables": torch.tensor([[block] for block, _, _ in rows], dtype=torch.int32),
-        "query_start": starts.int(),
-        "context_lens": torch.tensor([start + len(tokens) for _, tokens, start in rows], dtype=torch.int32),
-        "sample_indices": starts[1:] - 1,
-    }
-    on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
-    return ForwardBatch(**on_device, num_decode_rows=int(len(rows[0][1]) == 1))

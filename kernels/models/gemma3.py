@@ -9,9 +9,10 @@ import torch.nn.functional as F  # noqa: N812
 from kernels.batch import ForwardBatch
 from kernels.config import Gemma3Shape, ModelConfig
 from kernels.kv_pool import KVPool
-from kernels.linear import Linear, make_linear
+from kernels.linear import Linear
+from kernels.models.decoder_tensors import DecoderTensors
 from kernels.models.rope import inverse_frequencies
-from kernels.ops.paged_attention.portable import paged_attention
+from kernels.ops.paged_attention.portable import Scores, paged_attention
 from kernels.ops.rotary.reference import rotary_reference
 from kernels.ops.store_kv.reference import store_kv_reference
 
@@ -53,44 +54,18 @@ class Gemma3Decoder:
         self._config = config
         self._shape = shape
         self._kv_pool = kv_pool
-        self._device = kv_pool.keys.device
-        self._dtype = dtype
-        self._quantized = quantized
-        self._embedding = self._matrix(weights, "model.embed_tokens.weight")
+        self._scores = [Scores(shape.attention_scale, window) for window in shape.layer_windows]
+        tensors = DecoderTensors(weights, kv_pool.keys.device, dtype, quantized=quantized)
+        self._embedding = tensors["model.embed_tokens.weight"]
         # Rounded to the model's type as in training: 640 ** 0.5 is 25.25 in bfloat16.
-        self._embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device=self._device)
-        self._final_norm = self._norm(weights, "model.norm.weight")
-        head = self._embedding if config.tie_word_embeddings else self._matrix(weights, "lm_head.weight")
-        self._head = make_linear(head, quantized=quantized)
-        self._layers = [self._load_layer(weights, f"model.layers.{idx}.") for idx in range(config.num_layers)]
+        self._embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device=kv_pool.keys.device)
+        self._final_norm = tensors.wide("model.norm.weight")
+        self._head = tensors.head(self._embedding, tied=config.tie_word_embeddings)
+        self._layers = [_load_layer(tensors, f"model.layers.{idx}.") for idx in range(config.num_layers)]
         self._global_frequencies = inverse_frequencies(
             config.head_dim, config.rope_theta, config.rope_scaling
         )
         self._local_frequencies = inverse_frequencies(config.head_dim, shape.local_rope_theta, None)
-
-    def _matrix(self, weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-        return weights[name].to(self._device, self._dtype)
-
-    def _norm(self, weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-        return weights[name].to(self._device, torch.float32)
-
-    def _load_layer(self, weights: Mapping[str, torch.Tensor], prefix: str) -> _Layer:
-        def joined(*names: str) -> Linear:
-            parts = [self._matrix(weights, f"{prefix}{name}.weight") for name in names]
-            return make_linear(torch.cat(parts), quantized=self._quantized)
-
-        return _Layer(
-            input_norm=self._norm(weights, prefix + "input_layernorm.weight"),
-            query_norm=self._norm(weights, prefix + "self_attn.q_norm.weight"),
-            key_norm=self._norm(weights, prefix + "self_attn.k_norm.weight"),
-            attended_norm=self._norm(weights, prefix + "post_attention_layernorm.weight"),
-            feed_forward_norm=self._norm(weights, prefix + "pre_feedforward_layernorm.weight"),
-            fed_norm=self._norm(weights, prefix + "post_feedforward_layernorm.weight"),
-            qkv=joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            out=joined("self_attn.o_proj"),
-            gate_up=joined("mlp.gate_proj", "mlp.up_proj"),
-            down=joined("mlp.down_proj"),
-        )
 
     def warmup(self) -> None:
         """Nothing here is compiled."""
@@ -122,14 +97,28 @@ class Gemma3Decoder:
         key = rotary_reference(self._normed(key, layer.key_norm), *rotation)
         keys, values = self._kv_pool.keys[idx], self._kv_pool.values[idx]
         store_kv_reference(key, value, keys, values, batch.slot_mapping)
-        window = self._shape.layer_windows[idx]
-        return paged_attention(query, keys, values, batch, self._shape.attention_scale, window).flatten(1)
+        return paged_attention(query, keys, values, batch, self._scores[idx]).flatten(1)
 
     def _normed(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """RMS norm over the last dimension; rounded to x's type only after the factor."""
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._config.rms_norm_eps)
         return (wide * scale * factor).to(x.dtype)
+
+
+def _load_layer(tensors: DecoderTensors, prefix: str) -> _Layer:
+    return _Layer(
+        input_norm=tensors.wide(prefix + "input_layernorm.weight"),
+        query_norm=tensors.wide(prefix + "self_attn.q_norm.weight"),
+        key_norm=tensors.wide(prefix + "self_attn.k_norm.weight"),
+        attended_norm=tensors.wide(prefix + "post_attention_layernorm.weight"),
+        feed_forward_norm=tensors.wide(prefix + "pre_feedforward_layernorm.weight"),
+        fed_norm=tensors.wide(prefix + "post_feedforward_layernorm.weight"),
+        qkv=tensors.linear(prefix + "self_attn.", "q_proj", "k_proj", "v_proj"),
+        out=tensors.linear(prefix, "self_attn.o_proj"),
+        gate_up=tensors.linear(prefix, "mlp.gate_proj", "mlp.up_proj"),
+        down=tensors.linear(prefix, "mlp.down_proj"),
+    )
 
 
 def _rotation(positions: torch.Tensor, frequencies: torch.Tensor) -> _Rotation:

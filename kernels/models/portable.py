@@ -8,9 +8,10 @@ import torch
 from kernels.batch import ForwardBatch
 from kernels.config import ModelConfig
 from kernels.kv_pool import KVPool
-from kernels.linear import Linear, make_linear
+from kernels.linear import Linear
+from kernels.models.decoder_tensors import DecoderTensors
 from kernels.models.rope import rotary_tables
-from kernels.ops.paged_attention.portable import paged_attention
+from kernels.ops.paged_attention.portable import Scores, paged_attention
 from kernels.ops.rms_norm.reference import rms_norm_reference
 from kernels.ops.rotary.reference import rotary_reference
 from kernels.ops.silu_mul.reference import silu_mul_reference
@@ -43,37 +44,28 @@ class PortableDecoder:
     ) -> None:
         self._config = config
         self._kv_pool = kv_pool
-        self._quantized = quantized
         self._device = kv_pool.keys.device
-        self._weights = _Source(weights, dtype, self._device)
-        self._embedding = self._weights["model.embed_tokens.weight"]
-        self._final_norm = self._weights["model.norm.weight"]
-        head = self._embedding if config.tie_word_embeddings else self._weights["lm_head.weight"]
-        self._head = make_linear(head, quantized=quantized)
-        self._layers = [self._load_layer(index) for index in range(config.num_layers)]
+        self._scores = Scores(config.head_dim**-0.5, config.sliding_window)
+        tensors = DecoderTensors(weights, self._device, dtype, quantized=quantized)
+        self._embedding = tensors["model.embed_tokens.weight"]
+        self._final_norm = tensors["model.norm.weight"]
+        self._head = tensors.head(self._embedding, tied=config.tie_word_embeddings)
+        self._layers = [self._load_layer(tensors, f"model.layers.{idx}.") for idx in range(config.num_layers)]
         cos, sin = rotary_tables(config, config.max_position_embeddings)
         self._cos, self._sin = cos.to(self._device), sin.to(self._device)
 
-    def _load_layer(self, index: int) -> _Layer:
-        config, weights = self._config, self._weights
-        prefix = f"model.layers.{index}."
+    def _load_layer(self, tensors: DecoderTensors, prefix: str) -> _Layer:
         attention = prefix + "self_attn."
-        qkv = torch.cat([weights[f"{attention}{name}_proj.weight"] for name in "qkv"])
-        bias = (
-            torch.cat([weights[f"{attention}{name}_proj.bias"] for name in "qkv"])
-            if config.qkv_bias
-            else None
-        )
-        gate_up = torch.cat([weights[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")])
+        has_norms = self._config.qk_norm
         return _Layer(
-            input_norm=weights[prefix + "input_layernorm.weight"],
-            post_norm=weights[prefix + "post_attention_layernorm.weight"],
-            query_norm=weights[attention + "q_norm.weight"] if config.qk_norm else None,
-            key_norm=weights[attention + "k_norm.weight"] if config.qk_norm else None,
-            qkv=make_linear(qkv, bias, quantized=self._quantized),
-            out=make_linear(weights[attention + "o_proj.weight"], quantized=self._quantized),
-            gate_up=make_linear(gate_up, quantized=self._quantized),
-            down=make_linear(weights[prefix + "mlp.down_proj.weight"], quantized=self._quantized),
+            input_norm=tensors[prefix + "input_layernorm.weight"],
+            post_norm=tensors[prefix + "post_attention_layernorm.weight"],
+            query_norm=tensors[attention + "q_norm.weight"] if has_norms else None,
+            key_norm=tensors[attention + "k_norm.weight"] if has_norms else None,
+            qkv=tensors.linear(attention, "q_proj", "k_proj", "v_proj", bias=self._config.qkv_bias),
+            out=tensors.linear(attention, "o_proj"),
+            gate_up=tensors.linear(prefix, "mlp.gate_proj", "mlp.up_proj"),
+            down=tensors.linear(prefix, "mlp.down_proj"),
         )
 
     def warmup(self) -> None:
@@ -112,16 +104,4 @@ class PortableDecoder:
         keys, values = self._kv_pool.keys[index], self._kv_pool.values[index]
         store_kv_reference(rotary_reference(key, cos, sin), value, keys, values, batch.slot_mapping)
         query = rotary_reference(query, cos, sin)
-        return paged_attention(
-            query, keys, values, batch, config.head_dim**-0.5, config.sliding_window
-        ).flatten(1)
-
-
-class _Source:
-    """Checkpoint tensors, converted as they are asked for."""
-
-    def __init__(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        self._weights, self._dtype, self._device = weights, dtype, device
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._weights[name].to(self._device, self._dtype)
+        return paged_attention(query, keys, values, batch, self._scores).flatten(1)

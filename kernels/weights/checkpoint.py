@@ -1,7 +1,7 @@
 """One face for every checkpoint format: a ModelConfig and tensors under Hugging Face names."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,7 +10,7 @@ from kernels.registry import ModelFormat, ModelSource
 from kernels.weights.gemma3_tensors import Gemma3Tensors
 from kernels.weights.gguf_model import open_gguf
 from kernels.weights.hugging_face import read_config
-from kernels.weights.layout import check_layout
+from kernels.weights.layout import check_layout, has_head_of_its_own
 from kernels.weights.safetensors_folder import SafetensorsFolder
 from kernels.weights.tensor_reader import TensorReader
 
@@ -59,5 +59,7 @@ def open_checkpoint(source: ModelSource, dtype: torch.dtype) -> Checkpoint:
         reader = SafetensorsFolder(source.path)
     if config.gemma3 is not None:
         reader = Gemma3Tensors(reader, norm_offset=0.0 if source.format is ModelFormat.GGUF else 1.0)
-    check_layout(source.path, config, reader.shapes)
+    if has_head_of_its_own(config, reader):
+        config = replace(config, tie_word_embeddings=False)
+    check_layout(source.path, config, reader)
     return Checkpoint(config, Weights(reader, dtype))

@@ -31,37 +31,32 @@ _KINDS = ("sliding_attention", "full_attention")
 
 def with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
     """The text part with nothing left away, and with the rotary fields of its full-attention layers at the top."""
-    if raw["model_type"] == "gemma3":
-        raw = _text_part(path, raw)
     full = _DEFAULTS | {name: value for name, value in raw.items() if value is not None}
-    if full["hidden_activation"] != "gelu_pytorch_tanh":
-        raise ModelFileError(
-            f"{path}: hidden_activation {full['hidden_activation']!r} is not supported for gemma3; "
-            "supported: gelu_pytorch_tanh"
-        )
-    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        if full.get(name):
-            raise ModelFileError(f"{path}: {name} {full[name]!r} is not supported for gemma3")
-    parameters = full.get("rope_parameters") or {}
-    if not isinstance(parameters, dict):
-        raise ModelFileError(f"{path}: rope_parameters must be an object, not {type(parameters).__name__}")
+    parameters = _object(path, full, "rope_parameters")
     local = parameters.get("sliding_attention") or {}
-    if local.get("rope_type", "default") != "default":
-        raise ModelFileError(
-            f"{path}: rope_type {local['rope_type']!r} is not supported for layers with a window; supported: default"
-        )
     full["rope_local_base_freq"] = local.get("rope_theta", full["rope_local_base_freq"])
-    full["rope_parameters"] = parameters.get("full_attention")
+    full["rope_parameters"] = {
+        **(parameters.get("full_attention") or {}),
+        **_object(path, full, "rope_scaling"),
+    }
+    full["rope_scaling"] = None
     return full
 
 
-def _text_part(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
+def _object(path: Path, raw: dict[str, Any], name: str) -> dict[str, Any]:
+    value = raw.get(name) or {}
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path}: {name} must be an object, not {type(value).__name__}")
+    return value
+
+
+def text_part(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
     """Of a model that also reads pictures: its text runs the same without any."""
     text = raw.get("text_config")
     if not isinstance(text, dict):
         raise ModelFileError(f"{path}: text_config is {text!r:.100}; it must be an object")
     outer = {name: raw[name] for name in ("bos_token_id", "tie_word_embeddings") if raw.get(name) is not None}
-    return {**text, **outer, "model_type": raw["model_type"]}
+    return {**text, **outer, "model_type": "gemma3_text"}
 
 
 def read_shape(path: Path, full: dict[str, Any]) -> Gemma3Shape:

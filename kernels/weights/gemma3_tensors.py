@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -25,6 +26,9 @@ class Gemma3Tensors:
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: reader.shapes[stored] for name, stored in self._stored.items()
         }
+
+    def file_of(self, name: str) -> Path:
+        return self._reader.file_of(self._stored[name])
 
     def load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         if not name.endswith("norm.weight"):

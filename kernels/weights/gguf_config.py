@@ -1,6 +1,7 @@
 """GGUF metadata to a ModelConfig."""
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ def read_config(file: GgufFile, rope_factors: npt.NDArray[np.float32] | None) ->
             f"{', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     keys = _Keys(file, arch)
+    _refuse_other_arithmetic(keys)
     hidden_size, num_heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", hidden_size // num_heads)
     for name in ("attention.value_length", "rope.dimension_count"):
@@ -59,6 +61,26 @@ def read_config(file: GgufFile, rope_factors: npt.NDArray[np.float32] | None) ->
     return config
 
 
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "attention.causal": (True,),
+    "attention.scale": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "expert_count": (0,),
+    "rope.scaling.attn_factor": (0.0, 1.0),
+}
+"""Keys that would change the arithmetic, and the values with which they do not."""
+
+
+def _refuse_other_arithmetic(keys: "_Keys") -> None:
+    for name, neutral in _NEUTRAL.items():
+        value = keys.file.metadata.get(f"{keys.arch}.{name}", neutral[0])
+        if value not in neutral:
+            raise ModelFileError(
+                f"{keys.file.path}: {keys.arch}.{name} is {value!r:.100}, which is not supported"
+            )
+
+
 class _Keys:
     """Typed access to the keys of one architecture."""
 
@@ -87,9 +109,6 @@ class _Keys:
 
 def _gemma3(keys: _Keys) -> Gemma3Shape:
     """Files say no more than the window; pattern, local theta and the 27B model's scale are llama.cpp's constants."""
-    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
-        if keys.file.metadata.get(f"gemma3.{name}"):
-            raise ModelFileError(f"{keys.file.path}: gemma3.{name} is not supported")
     num_layers, num_heads = keys.integer("block_count"), keys.integer("attention.head_count")
     hidden_size = keys.integer("embedding_length")
     window, period = (

@@ -76,6 +76,10 @@ class GgufTensors:
                 shapes[name] = tuple(reversed(info.dims))
         self.shapes: Mapping[str, tuple[int, ...]] = shapes
 
+    def file_of(self, name: str) -> Path:
+        assert name in self._infos, name
+        return self._file.path
+
     def load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         info = self._infos[name]
         tensor = _dequantize(self._file, info, dtype)

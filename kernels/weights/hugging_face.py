@@ -1,49 +1,64 @@
 """config.json and generation_config.json of a Hugging Face folder, as transformers 4 and 5 write them."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kernels.config import ModelConfig, RopeScaling
 from kernels.errors import ModelFileError
-from kernels.weights import gemma3_config
+from kernels.weights import gemma3_config, native_fields
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3")
 _MAX_CONFIG_BYTES = 1 << 20
 
 
-def is_native(folder: Path) -> bool:
-    """Whether the model type is one that runs without transformers; ModelFileError when config.json is unreadable."""
-    return _read_json(folder / "config.json").get("model_type") in SUPPORTED_MODEL_TYPES
+@dataclass(frozen=True, slots=True)
+class HuggingFaceConfig:
+    """A config.json that can be read at all."""
+
+    path: Path
+    raw: dict[str, Any]
+    """Of a Gemma 3 that also reads pictures only the text part."""
+
+    @property
+    def foreign_field(self) -> str | None:
+        """Why the native decoders cannot compute this model, in words; None if they can."""
+        return native_fields.foreign_field(self.raw)
+
+    @property
+    def is_native_family(self) -> bool:
+        return native_fields.is_family(self.raw)
+
+
+def open_config(folder: Path) -> HuggingFaceConfig:
+    """Raises ModelFileError when config.json is unreadable."""
+    path = folder / "config.json"
+    raw = _read_json(path)
+    return HuggingFaceConfig(
+        path, gemma3_config.text_part(path, raw) if raw.get("model_type") == "gemma3" else raw
+    )
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Raises ModelFileError naming the field that is missing, malformed or unsupported."""
-    path = folder / "config.json"
-    raw = _read_json(path)
-    model_type = raw.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        raise ModelFileError(
-            f"{path}: model_type {model_type!r} is not supported; "
-            f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
-        )
+    """Raises ModelFileError naming the field that is missing, malformed or beyond the native decoders."""
+    opened = open_config(folder)
+    path, raw = opened.path, opened.raw
+    if opened.foreign_field is not None:
+        raise ModelFileError(f"{path}: {opened.foreign_field}, which the native decoders do not compute")
     _refuse_quantized(path, raw)
-    is_gemma3 = model_type in ("gemma3_text", "gemma3")
-    if is_gemma3:
-        raw = gemma3_config.with_defaults(path, raw)
-    _refuse_unsupported(path, raw)
+    is_gemma3 = raw["model_type"] == "gemma3_text"
+    raw = gemma3_config.with_defaults(path, raw) if is_gemma3 else native_fields.with_defaults(raw)
+    model_type: str = "gemma3" if is_gemma3 else raw["model_type"]
     hidden_size, num_heads = _integer(path, raw, "hidden_size"), _integer(path, raw, "num_attention_heads")
     rope_theta, rope_scaling = _rope(path, raw)
     config = ModelConfig(
-        model_type="gemma3" if is_gemma3 else model_type,
+        model_type=model_type,
         num_layers=_integer(path, raw, "num_hidden_layers"),
         hidden_size=hidden_size,
         intermediate_size=_integer(path, raw, "intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=_integer(path, raw, "num_key_value_heads", default=num_heads),
-        head_dim=_integer(
-            path, raw, "head_dim", default=128 if model_type == "qwen3" else hidden_size // num_heads
-        ),
+        head_dim=_integer(path, raw, "head_dim", default=hidden_size // num_heads),
         vocab_size=_integer(path, raw, "vocab_size"),
         max_position_embeddings=_integer(path, raw, "max_position_embeddings"),
         rms_norm_eps=_number(path, raw, "rms_norm_eps", default=1e-6),
@@ -51,7 +66,7 @@ def read_config(folder: Path) -> ModelConfig:
         rope_scaling=rope_scaling,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=model_type == "qwen2",
-        qk_norm=model_type == "qwen3" or is_gemma3,
+        qk_norm=model_type in ("qwen3", "gemma3"),
         sliding_window=None if is_gemma3 else _sliding_window(path, raw),
         gemma3=gemma3_config.read_shape(path, raw) if is_gemma3 else None,
         eos_token_ids=read_eos_token_ids(folder),
@@ -93,21 +108,6 @@ def _refuse_quantized(path: Path, raw: dict[str, Any]) -> None:
         )
 
 
-def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
-    """Fields that change the arithmetic in ways that are not implemented."""
-    act = raw.get("hidden_act", "silu")
-    if act != "silu":
-        raise ModelFileError(f"{path}: hidden_act {act!r} is not supported; supported: silu")
-    for name in ("attention_bias", "mlp_bias"):
-        if raw.get(name):
-            raise ModelFileError(f"{path}: {name} true is not supported for {raw['model_type']}")
-    partial = raw.get(
-        "partial_rotary_factor", (raw.get("rope_parameters") or {}).get("partial_rotary_factor")
-    )
-    if partial not in (None, 1, 1.0):
-        raise ModelFileError(f"{path}: partial_rotary_factor {partial} is not supported; supported: 1.0")
-
-
 def _integer(path: Path, raw: dict[str, Any], name: str, *, default: int | None = None) -> int:
     value = raw.get(name)
     if value is None:
@@ -127,8 +127,8 @@ def _number(path: Path, raw: dict[str, Any], name: str, *, default: float | None
 
 
 def _rope(path: Path, raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """transformers 5 writes rope_parameters; 4 wrote rope_theta beside an optional rope_scaling."""
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    """transformers 5 writes rope_parameters; 4 wrote rope_theta beside an optional rope_scaling, which goes first."""
+    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(parameters, dict):
         raise ModelFileError(f"{path}: rope_parameters must be an object, not {type(parameters).__name__}")
     theta = _number(path, {**raw, **parameters}, "rope_theta", default=10000.0)
@@ -137,20 +137,23 @@ def _rope(path: Path, raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
         return theta, None
     if kind == "linear":
         return theta, RopeScaling("linear", _number(path, parameters, "factor"))
-    if kind == "llama3":
-        return theta, RopeScaling(
-            kind="llama3",
-            factor=_number(path, parameters, "factor"),
-            low_freq_factor=_number(path, parameters, "low_freq_factor"),
-            high_freq_factor=_number(path, parameters, "high_freq_factor"),
-            original_max_position_embeddings=_integer(path, parameters, "original_max_position_embeddings"),
-        )
-    raise ModelFileError(f"{path}: rope_type {kind!r} is not supported; supported: default, linear, llama3")
+    assert kind == "llama3", "other kinds are foreign"
+    return theta, RopeScaling(
+        kind="llama3",
+        factor=_number(path, parameters, "factor"),
+        low_freq_factor=_number(path, parameters, "low_freq_factor"),
+        high_freq_factor=_number(path, parameters, "high_freq_factor"),
+        original_max_position_embeddings=_integer(
+            path,
+            parameters,
+            "original_max_position_embeddings",
+            default=_integer(path, raw, "max_position_embeddings"),
+        ),
+    )
 
 
 def _sliding_window(path: Path, raw: dict[str, Any]) -> int | None:
-    """Qwen configs carry a window that use_sliding_window switches off."""
-    if raw.get("sliding_window") is None or raw.get("use_sliding_window") is False:
+    if native_fields.uniform_window(raw) is None:
         return None
     return _integer(path, raw, "sliding_window")
 

@@ -1,10 +1,13 @@
 """Which tensors a model of a given shape has; a checkpoint that differs is refused before it is read."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 from kernels.config import ModelConfig
 from kernels.errors import ModelFileError
+from kernels.weights.tensor_reader import TensorReader
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -49,16 +52,20 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "mlp.down_proj.weight", (hidden, config.intermediate_size)
 
 
-def check_layout(path: Path, config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ModelFileError for a missing tensor, a wrong shape, or a tensor the model would ignore."""
-    expected = expected_shapes(config)
+def check_layout(path: Path, config: ModelConfig, reader: TensorReader) -> None:
+    """Raises ModelFileError for a missing tensor, a wrong shape, or a tensor the model would ignore.
+
+    `path` is the checkpoint's; tensors that are there are named with their own file.
+    """
+    expected, found = expected_shapes(config), reader.shapes
     missing = [name for name in expected if name not in found]
     if missing:
         raise ModelFileError(f"{path}: {len(missing)} tensors of the model are missing: {_some(missing)}")
     for name, shape in expected.items():
         if found[name] != shape:
             raise ModelFileError(
-                f"{path}: tensor {name} has shape {list(found[name])}; the config asks for {list(shape)}"
+                f"{reader.file_of(name)}: tensor {name} has shape {list(found[name])}; "
+                f"the config asks for {list(shape)}"
             )
     tied_head = LM_HEAD if config.tie_word_embeddings else None
     unknown = [
@@ -68,8 +75,24 @@ def check_layout(path: Path, config: ModelConfig, found: Mapping[str, tuple[int,
     ]
     if unknown:
         raise ModelFileError(
-            f"{path}: {len(unknown)} tensors have no place in a {config.model_type} model: {_some(unknown)}"
+            f"{reader.file_of(unknown[0])}: {len(unknown)} tensors have no place in a {config.model_type} model: "
+            f"{_some(unknown)}"
         )
+
+
+def has_head_of_its_own(config: ModelConfig, reader: TensorReader) -> bool:
+    """Whether a checkpoint that ties its head to the embedding holds another one, which then counts.
+
+    So transformers has it since version 5. Both are read once, and only where both are there.
+    """
+    if not config.tie_word_embeddings or not {LM_HEAD, EMBEDDING} <= reader.shapes.keys():
+        return False
+    if reader.shapes[LM_HEAD] != reader.shapes[EMBEDDING]:
+        raise ModelFileError(
+            f"{reader.file_of(LM_HEAD)}: tensor {LM_HEAD} has shape {list(reader.shapes[LM_HEAD])}; "
+            f"the embedding that it is tied to has {list(reader.shapes[EMBEDDING])}"
+        )
+    return not torch.equal(reader.load(LM_HEAD, torch.float32), reader.load(EMBEDDING, torch.float32))
 
 
 def _some(names: list[str]) -> str:

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from kernels.errors import ModelFileError
 
+_SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")
 
@@ -35,12 +36,18 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files = {path.name: _open(path) for path in _data_files(folder)}
+        index = _read_index(folder)
+        self._files = {name: _open(folder / name) for name in sorted({*index.values()} or {_SINGLE})}
         self._file_of: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file_name, file in self._files.items():
             for name in file.keys():  # noqa: SIM118  a safe_open handle is no mapping
                 self._add(file_name, name)
+        lost = [name for name, file_name in index.items() if self._file_of.get(name) != file_name]
+        if lost:
+            raise ModelFileError(
+                f"{folder / index[lost[0]]} lacks {len(lost)} tensors that {_INDEX} promises, such as {lost[0]}"
+            )
 
     def _add(self, file_name: str, name: str) -> None:
         if name in self._file_of:
@@ -56,28 +63,29 @@ class SafetensorsFolder:
         self._file_of[name] = file_name
         self.shapes[name] = tuple(header.get_shape())
 
+    def file_of(self, name: str) -> Path:
+        return self._folder / self._file_of[name]
+
     def load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         return self._files[self._file_of[name]].get_tensor(name).to(dtype)
 
 
-def _data_files(folder: Path) -> list[Path]:
+def _read_index(folder: Path) -> dict[str, str]:
+    """The name of the file that holds each tensor; empty for a folder whose only file needs no index."""
     index = folder / _INDEX
     if not index.is_file():
-        single = folder / "model.safetensors"
-        if not single.is_file():
-            raise ModelFileError(f"{folder} holds neither model.safetensors nor {_INDEX}")
-        return [single]
+        if not (folder / _SINGLE).is_file():
+            raise ModelFileError(f"{folder} holds neither {_SINGLE} nor {_INDEX}")
+        return {}
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        found = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        files = {str(name) for name in found.values()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelFileError(f"{index} is no index of shards: {error!r}") from error
-    paths = []
-    for name in names:
-        path = folder / str(name)
-        if path.parent != folder or not path.is_file():
+    for name in sorted(files):
+        if (folder / name).parent != folder or not (folder / name).is_file():
             raise ModelFileError(f"{index} names the shard {name!r}, which is not in {folder}")
-        paths.append(path)
-    return paths
+    return {name: str(file_name) for name, file_name in found.items()}
 
 
 def _open(path: Path) -> _Handle:

@@ -1,6 +1,7 @@
 """What every checkpoint format is read through."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -11,5 +12,9 @@ class TensorReader(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def file_of(self, name: str) -> Path:
+        """Which file holds a tensor, for messages."""
+        ...
 
     def load(self, name: str, dtype: torch.dtype) -> torch.Tensor: ...

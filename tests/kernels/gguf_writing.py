@@ -1,11 +1,12 @@
 """Writes a transformers model as GGUF, the way llama.cpp's converter lays it out."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, RopeScalingType
 from gguf.quants import quantize
 from transformers import PreTrainedModel
 
@@ -31,6 +32,13 @@ _GEMMA3_NAMES = _NAMES | {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 
+_TYPES = {
+    bool: GGUFValueType.BOOL,
+    int: GGUFValueType.UINT32,
+    float: GGUFValueType.FLOAT32,
+    str: GGUFValueType.STRING,
+}
+
 
 def write_gguf(
     model: PreTrainedModel,
@@ -39,6 +47,7 @@ def write_gguf(
     *,
     matrices: GGMLQuantizationType = GGMLQuantizationType.F32,
     extra: dict[str, npt.NDArray[np.float32]] | None = None,
+    keys: Mapping[str, object] | None = None,
 ) -> Path:
     """`matrices` is the type of every matrix; vectors stay float32, as converters keep them."""
     config: Any = model.config
@@ -70,6 +79,8 @@ def write_gguf(
         writer.add_tensor(_gguf_name(name, arch), quantize(values, kind), raw_dtype=kind)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
+    for key, value in (keys or {}).items():
+        writer.add_key_value(key, value, _TYPES[type(value)])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

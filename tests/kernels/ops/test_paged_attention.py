@@ -100,7 +100,7 @@ def test_portable_version_of_a_mixed_batch(window: int | None) -> None:
     batch = ForwardBatch(empty, empty, empty, layer.tables, start, lens, empty, num_decode_rows=3)
     scale = 32**-0.5
     got = portable.paged_attention(
-        query.float(), layer.keys.float(), layer.values.float(), batch, scale, window
+        query.float(), layer.keys.float(), layer.values.float(), batch, portable.Scores(scale, window)
     )
     expected = paged_attention_reference(
         query.float(), layer.keys, layer.values, layer.tables, start, lens, scale, window

@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 from kernels.config import RopeScaling
 from kernels.errors import ModelFileError
 from kernels.registry import resolve_model
+from kernels.runner import RunnerOptions, load_runner
 from kernels.weights import Checkpoint, open_checkpoint
 from kernels.weights.gguf_config import llama3_factors
+from tests.kernels.driving import generate, tokens_of
 from tests.kernels.gguf_writing import write_gguf
-from tests.kernels.tiny import make_model
+from tests.kernels.tiny import make_model, reference_tokens
 
 ARCHITECTURES = {
     "llama": "llama",
@@ -110,6 +112,48 @@ def test_unsupported_architecture_names_the_supported_ones(llama: PreTrainedMode
 
     with pytest.raises(ModelFileError, match="'falcon' is not supported; supported: llama, qwen2, qwen3"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("expert_count", 8),
+        ("attention.causal", False),
+        ("attention.scale", 0.5),
+        ("attn_logit_softcapping", 50.0),
+        ("rope.scaling.type", "yarn"),
+    ],
+)
+def test_keys_that_change_the_arithmetic_are_refused(
+    key: str, value: object, llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    path = write_gguf(llama, tmp_path / "m.gguf", "llama", keys={f"llama.{key}": value})
+
+    with pytest.raises(
+        ModelFileError, match="scaling 'yarn'" if value == "yarn" else rf"llama\.{key} is {value}"
+    ):
+        load(path)
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "mistral_window", "llama_linear_rope", "qwen2", "qwen3"])
+def test_file_generates_what_transformers_generates(family: str, tmp_path: Path) -> None:
+    model = make_model(family)
+    path = write_gguf(model, tmp_path / "m.gguf", ARCHITECTURES.get(family, "llama"), keys=_keys_of(model))
+    prompts = [[5, 6, 7], list(range(3, 60))]
+    options = RunnerOptions(str(path), device="cpu", dtype="float32", kv_cache_bytes=1 << 21, num_threads=1)
+
+    tokens = tokens_of(generate(load_runner(options), prompts, 16, chunk_tokens=9))
+
+    assert tokens == {str(idx): reference_tokens(model, prompt, 16) for idx, prompt in enumerate(prompts)}
+
+
+def _keys_of(model: PreTrainedModel) -> dict[str, object]:
+    """What writers add for windows and scaled rotation."""
+    rope, window = model.config.rope_parameters, getattr(model.config, "sliding_window", None)
+    keys: dict[str, object] = {} if window is None else {"llama.attention.sliding_window": window}
+    if rope["rope_type"] == "linear":
+        keys |= {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": rope["factor"]}
+    return keys
 
 
 def test_unsupported_quantization_names_tensor_and_type(llama_file: Path, tmp_path: Path) -> None:

@@ -99,6 +99,52 @@ def test_missing_shard_is_named(model: PreTrainedModel, tmp_path: Path) -> None:
         load(tmp_path / "sharded")
 
 
+def test_shard_without_a_promised_tensor_is_named(model: PreTrainedModel, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    shard = sorted((tmp_path / "sharded").glob("*.safetensors"))[1]
+    tensors = load_file(shard)
+    name = min(tensors)
+    del tensors[name]
+    save_file(tensors, shard)
+
+    with pytest.raises(ModelFileError, match=rf"{shard.name} lacks 1 tensors .*, such as {name}"):
+        load(tmp_path / "sharded")
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_stored_types_are_converted(stored: torch.dtype, model: PreTrainedModel, folder: Path) -> None:
+    edit_tensors(folder, **{name: tensor.to(stored) for name, tensor in model.state_dict().items()})
+
+    weights = load(folder).weights
+
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert weights[name].dtype is torch.float32
+    assert torch.equal(weights[name], model.state_dict()[name].to(stored).float())
+
+
+def test_head_beside_a_tied_embedding_counts_where_it_differs(tmp_path: Path) -> None:
+    folder = save(make_model("llama_tied"), tmp_path)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+
+    edit_tensors(folder, **{"lm_head.weight": embedding.clone()})
+    assert load(folder).config.tie_word_embeddings
+    edit_tensors(folder, **{"lm_head.weight": embedding * 2})
+    assert not load(folder).config.tie_word_embeddings
+    edit_tensors(folder, **{"lm_head.weight": embedding[:-1].clone()})
+    with pytest.raises(
+        ModelFileError, match=r"model\.safetensors: tensor lm_head\.weight has shape \[198, 96\]"
+    ):
+        load(folder)
+
+
+def test_untied_head_that_is_missing_is_named(tmp_path: Path) -> None:
+    folder = save(make_model("llama"), tmp_path)
+    edit_tensors(folder, **{"lm_head.weight": None})
+
+    with pytest.raises(ModelFileError, match=r"1 tensors of the model are missing: lm_head\.weight"):
+        load(folder)
+
+
 def test_index_pointing_out_of_the_folder_is_refused(folder: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "../model/model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -129,7 +175,8 @@ def test_wrong_shape_names_both_shapes(folder: Path) -> None:
     edit_tensors(folder, **{"model.norm.weight": torch.zeros(95)})
 
     with pytest.raises(
-        ModelFileError, match=r"model\.norm\.weight has shape \[95\]; the config asks for \[96\]"
+        ModelFileError,
+        match=r"model\.safetensors: tensor model\.norm\.weight has shape \[95\]; the config asks for \[96\]",
     ):
         load(folder)
 
@@ -138,7 +185,8 @@ def test_tensor_without_a_place_is_refused_not_ignored(folder: Path) -> None:
     edit_tensors(folder, **{"model.layers.0.mlp.gate_proj.bias": torch.zeros(128)})
 
     with pytest.raises(
-        ModelFileError, match=r"no place in a qwen2 model: model\.layers\.0\.mlp\.gate_proj\.bias"
+        ModelFileError,
+        match=r"model\.safetensors: 1 tensors have no place in a qwen2 model: model\.layers\.0\.mlp\.gate_proj\.bias",
     ):
         load(folder)
 
@@ -177,15 +225,18 @@ def test_rope_scaling_kinds(fields: dict[str, Any], scaling: RopeScaling | None,
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2', which the native decoders do not compute"),
+        ({"model_type": ["llama"]}, r"model_type is \['llama'\], which"),
         (
-            {"model_type": "gpt2"},
-            "model_type 'gpt2' is not supported; supported: llama, mistral, qwen2, qwen3",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_parameters has rope_type 'yarn', which",
         ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"attention_bias": True}, "attention_bias true is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', which"),
+        ({"attention_bias": True}, "attention_bias is True, which"),
+        ({"is_causal": False}, "is_causal is False, which"),
+        ({"rope_scaling": [4.0]}, "rope_parameters must be an object, not list"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\) is not supported"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, which"),
         ({"hidden_size": ...}, "hidden_size is None; it must be a positive integer"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be a positive integer"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
@@ -215,12 +266,26 @@ def test_end_of_sequence_ids_of_both_files(tmp_path: Path) -> None:
     assert read_config(tmp_path).eos_token_ids == (7, 5, 2)
 
 
-def test_window_that_is_switched_off_does_not_count(tmp_path: Path) -> None:
-    assert (
-        read_config(write_config(tmp_path, sliding_window=16, use_sliding_window=False)).sliding_window
-        is None
-    )
-    assert read_config(write_config(tmp_path, model_type="mistral", sliding_window=16)).sliding_window == 16
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({"model_type": "llama", "sliding_window": 16, "use_sliding_window": False}, None),
+        ({"model_type": "mistral", "sliding_window": 16}, 16),
+        ({"model_type": "mistral", "sliding_window": 16, "use_sliding_window": False}, 16),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "mistral"}, 4096),
+        ({"model_type": "qwen2", "sliding_window": 16, "max_window_layers": 0}, None),
+        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True}, None),
+        (
+            {"model_type": "qwen3", "sliding_window": 16, "max_window_layers": 0, "use_sliding_window": True},
+            16,
+        ),
+    ],
+)
+def test_windows_are_those_that_transformers_would_apply(
+    fields: dict[str, Any], window: int | None, tmp_path: Path
+) -> None:
+    assert read_config(write_config(tmp_path, **fields)).sliding_window == window
 
 
 def test_registry_names_what_it_tried(tmp_path: Path) -> None:
