@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.config import ModelConfig
+from kernels.memory import use_huge_pages
 
 
 def lane_width(dtype: torch.dtype) -> int:
@@ -47,8 +48,8 @@ class KVPool:
         self.pack = pack
         shape = (config.num_layers, num_blocks, config.num_kv_heads)
         head_dim = config.head_dim
-        self.keys = torch.zeros(*shape, head_dim // pack, block_size, pack, dtype=dtype, device=device)
-        self.values = torch.zeros(*shape, block_size // pack, head_dim, pack, dtype=dtype, device=device)
+        self.keys = _zeros((*shape, head_dim // pack, block_size, pack), dtype, device)
+        self.values = _zeros((*shape, block_size // pack, head_dim, pack), dtype, device)
 
     @property
     def device(self) -> torch.device:
@@ -65,3 +66,10 @@ class KVPool:
         source, destination = torch.tensor(pairs, device=self.keys.device).unbind(1)
         self.keys[:, destination] = self.keys[:, source]
         self.values[:, destination] = self.values[:, source]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    # A block of one head fills a page of the usual size: attention would look up a page for each.
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    use_huge_pages(tensor)
+    return tensor.zero_()

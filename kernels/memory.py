@@ -19,6 +19,19 @@ def use_huge_pages(tensor: torch.Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(advice))
 
 
+def fresh_memory(num_bytes: int) -> torch.Tensor:
+    """Zeroed bytes [num_bytes] that the allocator has not used before, on large pages where there are any.
+
+    What the allocator hands out again keeps the pages it had, and advice comes too late for it.
+    """
+    memory = mmap.mmap(-1, num_bytes + _PAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    first = -whole.data_ptr() % _PAGE
+    return whole[first : first + num_bytes]
+
+
 def release_free_memory() -> None:
     """Give the allocator's free pages back to the system, where it has a call for that (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

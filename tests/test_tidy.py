@@ -15,7 +15,7 @@ COMMANDS = ("service/cli/app.py", "service/cli/bench_commands.py")
 """Here a parameter is an option of a command."""
 
 LONGER_FUNCTIONS = {
-    "kernels/ops/paged_attention/cpu.py:_attend_head": "one compiled loop: tiles of scores, softmax and values",
+    "kernels/ops/paged_attention/cpu.py:attend": "one compiled loop over heads and spans",
     "kernels/ops/paged_attention/gpu_prefill.py:_prefill_kernel": "one Triton kernel",
     "kernels/ops/sampling/gpu_kernel.py:_sample_kernel": "one Triton kernel",
     "kernels/ops/store_kv/gpu.py:_store_kv_kernel": "one Triton kernel",

@@ -9,14 +9,19 @@ from kernels.batch import ForwardBatch
 from kernels.config import ModelConfig
 from kernels.kv_pool import KVPool
 from kernels.models import fused_step
+from kernels.models.attention_work import AttentionPlanner, AttentionWork
 from kernels.models.rope import rotary_tables
+from kernels.models.step_fields import StepFields
+from kernels.models.step_layout import LAYER, WORK
 from kernels.ops.cpu.jit import cpu_kernels_supported
 from kernels.ops.cpu.precompile import precompile
 from kernels.ops.cpu.tasks import END_STAMP, PHASE_BYTES, START_STAMP
 from kernels.ops.cpu.threads import run_on_threads
+from kernels.ops.linear.arena import Arena
 from kernels.ops.linear.cpu import TILE_BYTES, describe
 from kernels.ops.linear.packing import PackedLinear, pack_gate_up, pack_linear
-from kernels.ops.paged_attention.cpu import MAX_QUERIES, SEGMENT, scratch_bytes
+from kernels.ops.paged_attention.cpu import scratch_bytes
+from kernels.ops.paged_attention.cpu_span import SEGMENT
 
 _PROJECTIONS = "qkv"
 
@@ -52,8 +57,9 @@ class FusedDecoder:
         self._quantized = quantized
         self._num_threads = num_threads or torch.get_num_threads()
         self._packed: list[PackedLinear] = []
+        self._arena = Arena()
         self._norms: list[torch.Tensor] = []
-        self._layers = np.zeros(config.num_layers, fused_step.LAYER)
+        self._layers = np.zeros(config.num_layers, LAYER)
         for index in range(config.num_layers):
             self._load_layer(weights, index)
         embedding = weights["model.embed_tokens.weight"]
@@ -62,9 +68,12 @@ class FusedDecoder:
         self._embedding = embedding.to(torch.bfloat16).contiguous()
         self._linears = np.array([describe(linear) for linear in self._packed], np.int64)
         self._cos, self._sin = rotary_tables(config, config.max_position_embeddings)
-        self._step = np.zeros(1, fused_step.STEP)
+        self._step = StepFields()
         self._buffers: dict[str, torch.Tensor] = {}
         self._compiled = False
+        self._work = np.zeros(2, WORK)
+        self._attention = AttentionPlanner(config, kv_pool.block_size, self._num_threads)
+        self._parts = torch.empty(0, dtype=torch.uint8)
         # Kept between steps: touching 12 MB of new pages for 64 rows would cost more than writing them.
         self._logits = torch.empty(0, config.vocab_size)
         self._max_tokens = 0
@@ -77,7 +86,7 @@ class FusedDecoder:
         return self._norms[-1].data_ptr()
 
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-        return pack_linear(weight, bias, quantized=self._quantized)
+        return pack_linear(weight, bias, quantized=self._quantized, arena=self._arena)
 
     def _load_layer(self, weights: Mapping[str, torch.Tensor], index: int) -> None:
         prefix = f"model.layers.{index}."
@@ -93,6 +102,7 @@ class FusedDecoder:
                 weights[prefix + "mlp.gate_proj.weight"],
                 weights[prefix + "mlp.up_proj.weight"],
                 quantized=self._quantized,
+                arena=self._arena,
             ),
             self._pack(weights[prefix + "mlp.down_proj.weight"]),
         ]
@@ -104,7 +114,7 @@ class FusedDecoder:
         )
 
     def _describe_model(self, final_norm: int) -> None:
-        config, pool, step = self.config, self.kv_pool, self._step[0]
+        config, pool = self.config, self.kv_pool
         group = config.num_heads // config.num_kv_heads
         wide = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
         scratch_stride = max(scratch_bytes(group, config.head_dim), wide * 4, TILE_BYTES) // 64 * 64 + 4096
@@ -113,6 +123,8 @@ class FusedDecoder:
         self._scratch = torch.zeros(self._num_threads * scratch_stride, dtype=torch.uint8)
         for name, value in {
             "layers": self._layers.ctypes.data,
+            "work": self._work.ctypes.data,
+            "last_work": self._work[1:].ctypes.data,
             "linears": self._linears.ctypes.data,
             "embedding": self._embedding.data_ptr(),
             "final_norm": final_norm,
@@ -123,6 +135,7 @@ class FusedDecoder:
             "counters": self._counters.ctypes.data,
             "scratch": self._scratch.data_ptr(),
             "scratch_stride": scratch_stride,
+            "part_stride": self._attention.part_bytes,
             "num_layers": config.num_layers,
             "hidden": config.hidden_size,
             "heads": config.num_heads,
@@ -139,12 +152,12 @@ class FusedDecoder:
             "eps_bits": _bits(config.rms_norm_eps),
             "scale_bits": _bits(config.head_dim**-0.5),
         }.items():
-            step[name] = value
+            self._step.set(name, value)
 
     def _compile(self) -> None:
         precompile(fused_step.__name__, (*fused_step.UNITS, fused_step.work))
-        for unit, name in zip(fused_step.UNITS, fused_step.UNIT_NAMES, strict=True):
-            self._step[0][name] = unit.address
+        for unit in fused_step.UNITS:
+            self._step.set(unit.name, unit.address)
         self._compiled = True
 
     def _make_room(self, num_tokens: int) -> None:
@@ -164,9 +177,17 @@ class FusedDecoder:
             "codes": max(attention, config.intermediate_size) if self._quantized else 0,
             "scales": max(linear.num_groups for linear in self._packed) * 4 if self._quantized else 0,
         }
+        memory = Arena(sum(num_tokens * width + 64 for width in widths.values()))
         for name, width in widths.items():
-            self._buffers[name] = torch.empty(num_tokens * width + 64, dtype=torch.uint8)
-            self._step[0][name] = self._buffers[name].data_ptr()
+            self._buffers[name] = memory.empty(torch.Size((num_tokens * width + 64,)), torch.uint8)
+            self._step.set(name, self._buffers[name].data_ptr())
+
+    def _make_parts(self, num_parts: int) -> None:
+        """Room for unfinished outputs of attention."""
+        needed = num_parts * self.config.num_kv_heads * self._attention.part_bytes
+        if needed > self._parts.nbytes:
+            self._parts = torch.empty(needed, dtype=torch.uint8)
+            self._step.set("parts", self._parts.data_ptr())
 
     def warmup(self) -> None:
         empty = torch.zeros(0, dtype=torch.int64)
@@ -195,11 +216,7 @@ class FusedDecoder:
         if not self._compiled:
             self._compile()
         tables = batch.block_tables.to(torch.int32).contiguous()
-        items = self._items(batch)
         logits = self._logits[:num_sampled]
-        step = self._step[0]
-        step["num_tokens"], step["num_sampled"], step["num_items"] = num_tokens, num_sampled, len(items)
-        step["table_stride"] = tables.shape[1] * 4
         inputs = {
             "token_ids": batch.token_ids.to(torch.int64).contiguous(),
             "positions": batch.positions.to(torch.int64).contiguous(),
@@ -211,13 +228,32 @@ class FusedDecoder:
             "logits": logits,
         }
         for name, tensor in inputs.items():
-            step[name] = tensor.data_ptr()
-        step["items"] = items.ctypes.data
+            self._step.set(name, tensor.data_ptr())
+        self._step.set("table_stride", tables.shape[1] * 4)
+        self._step.set("num_tokens", num_tokens)
+        self._step.set("num_sampled", num_sampled)
+        work = self._plan_attention(batch)
         # By NumPy: torch would wake its threads to clear 40 KB, and wait for them.
         self._counters.fill(0)
-        step["num_started"] = 0
-        run_on_threads(fused_step.work, self._step.ctypes.data, self._num_threads)
+        self._step.set("num_started", 0)
+        run_on_threads(fused_step.work, self._step.address, self._num_threads)
+        del work  # its arrays were read by address
         return logits
+
+    def _plan_attention(self, batch: ForwardBatch) -> tuple[AttentionWork, ...]:
+        """Tells the step how to share out attention; the result must outlive the step."""
+        indices = batch.sample_indices.numpy()
+        only_sampled = len(indices) < batch.token_ids.shape[0] and bool((indices[1:] > indices[:-1]).all())
+        work: tuple[AttentionWork, ...] = (self._attention.plan(batch),)
+        if only_sampled:
+            work += (self._attention.plan_sampled(batch),)
+        self._make_parts(max(each.num_parts for each in work))
+        self._step.set("only_sampled", int(only_sampled))
+        for record, each in zip(self._work, work, strict=False):
+            record["items"], record["num_items"] = each.items.ctypes.data, len(each.items)
+            record["merges"], record["num_merges"] = each.merges.ctypes.data, len(each.merges)
+            record["heads_per_task"] = each.heads_per_task
+        return work
 
     def _check(self, batch: ForwardBatch) -> None:
         """The compiled step reads and writes raw memory: an index out of range would corrupt it silently."""
@@ -229,20 +265,9 @@ class FusedDecoder:
             (batch.sample_indices, batch.token_ids.shape[0]),
         ):
             if indices.numel():
-                lowest, highest = indices.aminmax()
-                assert int(lowest) >= 0, "negative index"
-                assert int(highest) < bound, f"index {int(highest)} is not below {bound}"
-
-    def _items(self, batch: ForwardBatch) -> np.ndarray:
-        """Work for attention: (row, first query, number of queries) [num_items, 3] int32."""
-        per_item = max(1, MAX_QUERIES * self.config.num_kv_heads // self.config.num_heads)
-        num_decodes = batch.num_decode_rows
-        lengths = batch.query_start.diff().tolist()
-        items = [(row, 0, 1) for row in range(num_decodes)]
-        for row in range(num_decodes, len(lengths)):
-            length = lengths[row]
-            items += [(row, first, min(per_item, length - first)) for first in range(0, length, per_item)]
-        return np.array(items, np.int32).reshape(-1, 3)
+                values = indices.numpy()
+                assert int(values.min()) >= 0, "negative index"
+                assert int(values.max()) < bound, f"index {int(values.max())} is not below {bound}"
 
 
 def _bits(value: float) -> int:

@@ -7,38 +7,22 @@ from typing import Any
 
 import numpy as np
 
+from kernels.models.step_layout import ITEM, LAYER, STEP, WORK
 from kernels.ops.cpu.intrinsics import cycles, f32, fetch_add, i32, i64, pointer_to, u16
 from kernels.ops.cpu.jit import call, device, numba, unit
 from kernels.ops.cpu.tasks import PHASE_BYTES, START_STAMP, done, draw, wait
 from kernels.ops.cpu.vector_math import from_bf16
 from kernels.ops.linear.cpu import ADD, LINEAR_BYTES, NUM_GROUPS, NUM_INPUTS, SILU_MUL, STORE, linear_phase
-from kernels.ops.paged_attention.cpu import attend
+from kernels.ops.paged_attention.cpu import attend, merge_parts
 from kernels.ops.rms_norm.cpu import quantize_phase, rms_norm_phase
 from kernels.ops.rotary.cpu import rotate_and_store_phase
 
-PHASES_PER_LAYER = 10
+PHASES_PER_LAYER = 12
+_ATTENTION_PHASES = 8
 EXTRA_PHASES = 3
 _ROWS_PER_TILE = 8
-_ITEMS_FOR_WHOLE_ROWS = 16
 
-_ADDRESSES = (
-    "layers linears embedding token_ids positions slots tables query_start context_lens sample_indices items "
-    "final_norm cos sin keys values x normed scales qkv query attended mid codes logits counters scratch"
-)
-UNITS = (linear_phase, rms_norm_phase, quantize_phase, rotate_and_store_phase, attend)
-UNIT_NAMES = ("linear_phase", "rms_norm_phase", "quantize_phase", "rotate_and_store_phase", "attend")
-_NUMBERS = (
-    "num_layers hidden heads kv_heads head_dim intermediate block_size window quantized eps_bits scale_bits "
-    "num_tokens num_sampled num_items table_stride layer_kv_bytes block_kv_bytes scratch_stride "
-    "qkv_width logits_width"
-)
-STEP = np.dtype(
-    [(name, np.int64) for name in ("num_started", *_ADDRESSES.split(), *_NUMBERS.split(), *UNIT_NAMES)]
-)
-"""Everything a step reads and writes: a counter of threads, addresses, sizes (strides in bytes), units."""
-
-LAYER = np.dtype([(name, np.int64) for name in ("input_norm", "post_norm", "query_norm", "key_norm")])
-"""Addresses of a layer's float32 norm weights; the last two 0 where the model has none."""
+UNITS = (linear_phase, rms_norm_phase, quantize_phase, rotate_and_store_phase, attend, merge_parts)
 
 QKV, OUT, GATE_UP, DOWN = 0, 1, 2, 3
 LINEARS_PER_LAYER = 4
@@ -46,6 +30,8 @@ LINEARS_PER_LAYER = 4
 
 _step_at = pointer_to(numba.from_dtype(STEP))
 _layers_at = pointer_to(numba.from_dtype(LAYER))
+_items_at = pointer_to(numba.from_dtype(ITEM))
+_work_at = pointer_to(numba.from_dtype(WORK))
 
 
 @unit
@@ -59,14 +45,20 @@ def work(address: int) -> None:
     if start[0] == 0:
         start[0] = cycles()
     _embed(step, step.counters)
+    rows = step.num_tokens
     for index in range(step.num_layers):
         own = linears + index * LINEARS_PER_LAYER * LINEAR_BYTES
         phase = step.counters + (1 + index * PHASES_PER_LAYER) * PHASE_BYTES
-        _attention_half(step, layers[index], own, index, scratch, phase)
-        _mlp_half(step, layers[index], own, scratch, phase + 5 * PHASE_BYTES)
+        attention = step.work
+        if step.only_sampled != 0 and index + 1 == step.num_layers:
+            # Nobody asks for the last layer's other rows: of these only keys and values are needed.
+            attention, rows = step.last_work, step.num_sampled
+        _attention_half(step, layers[index], attention, own, index, rows, scratch, phase)
+        _mlp_half(step, layers[index], own, rows, scratch, phase + _ATTENTION_PHASES * PHASE_BYTES)
     phase = step.counters + (1 + step.num_layers * PHASES_PER_LAYER) * PHASE_BYTES
     head = linears + step.num_layers * LINEARS_PER_LAYER * LINEAR_BYTES
-    _norm(step, step.num_sampled, step.sample_indices, step.final_norm, head, scratch, phase)
+    index = 0 if step.only_sampled != 0 else step.sample_indices
+    _norm(step, step.num_sampled, index, step.final_norm, head, scratch, phase)
     _linear(
         step,
         head,
@@ -126,13 +118,13 @@ def _linear(
 
 
 @device
-def _add_linear(step: Any, linear: int, a: int, scratch: int, phase: int) -> None:
-    """x += linear(a); takes two phases."""
+def _add_linear(step: Any, linear: int, rows: int, a: int, scratch: int, phase: int) -> None:
+    """x[rows] += linear(a[rows]); takes two phases."""
     if step.quantized != 0:
         size = i64(linear)[NUM_INPUTS]
         call(
             step.quantize_phase,
-            step.num_tokens,
+            rows,
             a,
             size,
             i64(linear)[NUM_GROUPS],
@@ -143,11 +135,13 @@ def _add_linear(step: Any, linear: int, a: int, scratch: int, phase: int) -> Non
             phase,
         )
         a = step.codes
-    _linear(step, linear, ADD, step.num_tokens, a, step.x, step.hidden * 4, scratch, phase + PHASE_BYTES)
+    _linear(step, linear, ADD, rows, a, step.x, step.hidden * 4, scratch, phase + PHASE_BYTES)
 
 
 @device
-def _attention_half(step: Any, layer: Any, own: int, index: int, scratch: int, phase: int) -> None:
+def _attention_half(
+    step: Any, layer: Any, attention: int, own: int, index: int, rows: int, scratch: int, phase: int
+) -> None:
     _norm(step, step.num_tokens, 0, layer.input_norm, own + QKV * LINEAR_BYTES, scratch, phase)
     _linear(
         step,
@@ -162,27 +156,31 @@ def _attention_half(step: Any, layer: Any, own: int, index: int, scratch: int, p
     )
     keys, values = step.keys + index * step.layer_kv_bytes, step.values + index * step.layer_kv_bytes
     _rotate_and_store(step, layer, keys, values, phase + 2 * PHASE_BYTES)
-    _attend(step, keys, values, scratch, phase + 3 * PHASE_BYTES)
-    _add_linear(step, own + OUT * LINEAR_BYTES, step.attended, scratch, phase + 4 * PHASE_BYTES)
+    work = numba.carray(_work_at(attention), 1)[0]
+    _attend(step, work, keys, values, scratch, phase + 3 * PHASE_BYTES)
+    if work.num_merges > 0:
+        _merge(step, work, phase + 4 * PHASE_BYTES)
+    if rows < step.num_tokens:
+        _keep_sampled(step, phase + 5 * PHASE_BYTES)
+    _add_linear(step, own + OUT * LINEAR_BYTES, rows, step.attended, scratch, phase + 6 * PHASE_BYTES)
 
 
 @device
-def _mlp_half(step: Any, layer: Any, own: int, scratch: int, phase: int) -> None:
-    phase += PHASE_BYTES
-    _norm(step, step.num_tokens, 0, layer.post_norm, own + GATE_UP * LINEAR_BYTES, scratch, phase)
+def _mlp_half(step: Any, layer: Any, own: int, rows: int, scratch: int, phase: int) -> None:
+    _norm(step, rows, 0, layer.post_norm, own + GATE_UP * LINEAR_BYTES, scratch, phase)
     ldo = step.intermediate * 2
     _linear(
         step,
         own + GATE_UP * LINEAR_BYTES,
         SILU_MUL,
-        step.num_tokens,
+        rows,
         step.normed,
         step.mid,
         ldo,
         scratch,
         phase + PHASE_BYTES,
     )
-    _add_linear(step, own + DOWN * LINEAR_BYTES, step.mid, scratch, phase + 2 * PHASE_BYTES)
+    _add_linear(step, own + DOWN * LINEAR_BYTES, rows, step.mid, scratch, phase + 2 * PHASE_BYTES)
 
 
 @device
@@ -211,46 +209,86 @@ def _rotate_and_store(step: Any, layer: Any, keys: int, values: int, phase: int)
 
 
 @device
-def _attend(step: Any, keys: int, values: int, scratch: int, phase: int) -> None:
-    size, kv_heads = step.head_dim, step.kv_heads
-    group = step.heads // kv_heads
-    # With work for everyone a thread takes all heads of an item, and its blocks come in one stream.
-    heads = kv_heads if step.num_items >= _ITEMS_FOR_WHOLE_ROWS else 1
+def _attend(step: Any, work: Any, keys: int, values: int, scratch: int, phase: int) -> None:
+    size, heads = step.head_dim, work.heads_per_task
+    group = step.heads // step.kv_heads
     head_bytes = size * step.block_size * 2
-    items, query_start, context_lens = i32(step.items), i32(step.query_start), i32(step.context_lens)
-    parts = kv_heads // heads
-    num_tiles = step.num_items * parts
+    items = numba.carray(_items_at(work.items), work.num_items)
+    query_start, context_lens = i32(step.query_start), i32(step.context_lens)
+    tasks = step.kv_heads // heads
+    num_tiles = work.num_items * tasks
     number = draw(phase)
     while number < num_tiles:
         # Prefill chunks come last in the batch and take longest: they are begun first.
-        item = step.num_items - 1 - number // parts
-        head = number % parts
-        row, begin, count = (
-            np.int64(items[3 * item]),
-            np.int64(items[3 * item + 1]),
-            np.int64(items[3 * item + 2]),
-        )
-        start, end = np.int64(query_start[row]), np.int64(query_start[row + 1])
-        at = ((start + begin) * step.heads + head * group) * size * 2
+        item = items[work.num_items - 1 - number // tasks]
+        head = number % tasks * heads
+        start, end = np.int64(query_start[item.row]), np.int64(query_start[item.row + 1])
+        at = ((start + item.first) * step.heads + head * group) * size * 2
         call(
             step.attend,
             step.query + at,
             step.heads * size * 2,
-            count,
+            item.count,
             heads,
             group,
             size,
-            np.int64(context_lens[row]) - (end - start) + begin,
+            np.int64(context_lens[item.row]) - (end - start) + item.first,
             step.window,
             keys + head * head_bytes,
             values + head * head_bytes,
             step.block_kv_bytes,
             step.block_size,
-            step.tables + row * step.table_stride,
+            step.tables + item.row * step.table_stride,
             step.scale_bits,
             step.attended + at,
+            item.span,
+            step.parts + (item.part * step.kv_heads + head) * step.part_stride,
             scratch,
         )
         done(phase, num_tiles)
         number = draw(phase)
     wait(phase, num_tiles)
+
+
+@device
+def _merge(step: Any, work: Any, phase: int) -> None:
+    """Rows whose spans were shared out: their parts become one."""
+    group, size = step.heads // step.kv_heads, step.head_dim
+    merges = numba.carray(_items_at(work.merges), work.num_merges)
+    num_tiles = work.num_merges * step.kv_heads
+    number = draw(phase)
+    while number < num_tiles:
+        item = merges[number // step.kv_heads]
+        head = number % step.kv_heads
+        start = np.int64(i32(step.query_start)[item.row]) + item.first
+        call(
+            step.merge_parts,
+            item.span,
+            step.parts + (item.part * step.kv_heads + head) * step.part_stride,
+            step.kv_heads * step.part_stride,
+            item.count,
+            group,
+            size,
+            step.attended + (start * step.heads + head * group) * size * 2,
+            step.heads * size * 2,
+        )
+        done(phase, num_tiles)
+        number = draw(phase)
+    wait(phase, num_tiles)
+
+
+@device
+def _keep_sampled(step: Any, phase: int) -> None:
+    """Bring the sampled rows of x and of attention's output to the front; their indices rise."""
+    if draw(phase) == 0:
+        index = i64(step.sample_indices)
+        width = step.heads * step.head_dim
+        for row in range(step.num_sampled):
+            target, source = f32(step.x + row * step.hidden * 4), f32(step.x + index[row] * step.hidden * 4)
+            for i in range(step.hidden):
+                target[i] = source[i]
+            half, other = u16(step.attended + row * width * 2), u16(step.attended + index[row] * width * 2)
+            for i in range(width):
+                half[i] = other[i]
+        done(phase, 1)
+    wait(phase, 1)

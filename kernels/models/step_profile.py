@@ -12,8 +12,31 @@ from kernels.models.fused import FusedDecoder
 from kernels.ops.linear.cpu import prepare_linear
 from kernels.ops.linear.packing import pack_linear
 
-_PARTS = ("glue", "linears", "glue", "attention", "glue", "linears", "glue", "linears", "glue", "linears")
-"""Of a layer's phases: norm, qkv, rotary + K/V write, attention, quantize, out, norm, gate + up, quantize, down."""
+LAYER_PHASES = (
+    "norm",
+    "qkv",
+    "rotary",
+    "attention",
+    "merge",
+    "sampled rows",
+    "quantize",
+    "out",
+    "norm",
+    "gate and up",
+    "quantize",
+    "down",
+)
+"""In the order of kernels.models.fused_step; rotary includes the write into the pool, and `merge` is attention's."""
+_PART_OF = {
+    "qkv": "linears",
+    "out": "linears",
+    "gate and up": "linears",
+    "down": "linears",
+    "attention": "attention",
+    "merge": "attention",
+    "head": "head",
+}
+"""What is not listed is glue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +45,9 @@ class Rates:
 
     read_bytes_per_s: float
     flops_per_s: float
+    """Of the linears' type."""
+    attention_flops_per_s: float
+    """Of bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +56,11 @@ class PartTime:
     best_ms: float
     floor_ms: float
     """The longer of reading the part's memory once and doing its multiplications."""
+
+
+def phase_names(num_layers: int) -> tuple[str, ...]:
+    """Of every phase of a step."""
+    return ("embed", *LAYER_PHASES * num_layers, "norm", "head")
 
 
 def profile_step(
@@ -46,12 +77,13 @@ def profile_step(
         stamps = decoder.stamps()
         first_stamp = first_stamp or stamps[0]
         durations = _durations(stamps)
+        if min(durations) < 0:
+            continue  # a thread was put aside before it could note its phase's end
         best = [min(pair) for pair in zip(best, durations, strict=True)] if best else durations
     ticks_per_ms = (max(stamps) - first_stamp) / (time.perf_counter() - started_s) / 1e3
-    parts = ("glue", *_PARTS * decoder.config.num_layers, "glue", "head")
     spent = dict.fromkeys(("linears", "attention", "head", "glue"), 0.0)
-    for part, ticks in zip(parts, best, strict=False):
-        spent[part] += ticks / ticks_per_ms
+    for name, ticks in zip(phase_names(decoder.config.num_layers), best, strict=False):
+        spent[_PART_OF.get(name, "glue")] += ticks / ticks_per_ms
     floors = _floors(decoder, batch, rates)
     return [PartTime(part, spent[part], floors[part]) for part in spent]
 
@@ -74,10 +106,14 @@ def _floors(decoder: FusedDecoder, batch: ForwardBatch, rates: Rates) -> dict[st
     layers = config.num_layers * layer_weights(config)
     head = config.vocab_size * config.hidden_size
     width = decoder.bytes_per_weight
+    lengths = batch.query_start.diff()
+    # A row's token i of n sees all but the n - 1 - i last keys.
+    seen = int((lengths * batch.context_lens - lengths * (lengths - 1) // 2).sum())
     kv_bytes = 4 * config.num_layers * config.num_kv_heads * config.head_dim * int(batch.context_lens.sum())
+    attention_flops = 4.0 * config.num_layers * config.num_heads * config.head_dim * seen
     return {
         "linears": floor_ms(layers * width, 2.0 * layers * num_tokens),
-        "attention": floor_ms(kv_bytes, 0),
+        "attention": max(floor_ms(kv_bytes, 0), attention_flops / rates.attention_flops_per_s * 1e3),
         "head": floor_ms(head * width, 2.0 * head * num_sampled),
         "glue": 0.0,
     }
@@ -93,10 +129,16 @@ def measure_rates(quantized: bool, num_threads: int) -> Rates:
     """Reading 256 MiB, and a product whose operands stay in the caches, times the number of threads."""
     memory = torch.zeros(1 << 25, dtype=torch.int64)
     read_s = _best_s(memory.sum)
+    return Rates(
+        memory.nbytes / read_s,
+        num_threads * _product_flops_per_s(quantized),
+        num_threads * _product_flops_per_s(quantized=False),
+    )
+
+
+def _product_flops_per_s(quantized: bool) -> float:
     x, packed = torch.randn(48, 512).bfloat16(), pack_linear(torch.randn(512, 512), quantized=quantized)
-    product = prepare_linear(x, packed)
-    product_s = _best_s(product, repeats=200)
-    return Rates(memory.nbytes / read_s, num_threads * 2 * 48 * 512 * 512 / product_s)
+    return 2 * 48 * 512 * 512 / _best_s(prepare_linear(x, packed), repeats=200)
 
 
 def _best_s(run: Callable[[], object], repeats: int = 10) -> float:

@@ -1,6 +1,7 @@
-"""Where a decoding step's time goes: `python -m ops.bench.step_profile [--model M] [--int8] [--json]`.
+"""Where a step's time goes: `python -m ops.bench.step_profile [--model M] [--int8] [--prefill TOKENS] [--json]`.
 
-Linears, attention, head and glue (norms, rotary, K/V write, quantization) in ms per batch size, each beside its floor:
+Linears, attention, head and glue (norms, rotary, K/V write, quantization) in ms per batch size (or for the last
+chunk of one prompt), each beside its floor:
 memory read once at the measured bandwidth, or multiplications at the measured rate, whichever takes longer.
 """
 
@@ -18,6 +19,7 @@ from kernels.registry import resolve_model
 from kernels.weights import open_checkpoint
 
 _BLOCK_SIZE = 32
+_CHUNK_TOKENS = 512
 
 
 def decode_batch(batch: int, context_tokens: int) -> ForwardBatch:
@@ -39,6 +41,23 @@ def decode_batch(batch: int, context_tokens: int) -> ForwardBatch:
     )
 
 
+def prefill_batch(prompt_tokens: int) -> ForwardBatch:
+    """The last chunk of one prompt."""
+    count = min(prompt_tokens, _CHUNK_TOKENS)
+    blocks = -(-prompt_tokens // _BLOCK_SIZE)
+    positions = torch.arange(prompt_tokens - count, prompt_tokens)
+    return ForwardBatch(
+        token_ids=positions % 997,
+        positions=positions,
+        slot_mapping=positions,
+        block_tables=torch.arange(blocks, dtype=torch.int32).view(1, blocks),
+        query_start=torch.tensor([0, count], dtype=torch.int32),
+        context_lens=torch.tensor([prompt_tokens], dtype=torch.int32),
+        sample_indices=torch.tensor([count - 1]),
+        num_decode_rows=0,
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -47,11 +66,16 @@ def main() -> int:
     parser.add_argument("--int8", action="store_true")
     parser.add_argument("--batch", default="1,8,32,64")
     parser.add_argument("--context", type=int, default=150)
+    parser.add_argument("--prefill", type=int, metavar="TOKENS", help="profile a prompt's last chunk instead")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    batches = [int(batch) for batch in arguments.batch.split(",")]
+    if arguments.prefill:
+        batches = {1: prefill_batch(arguments.prefill)}
+    else:
+        sizes = [int(size) for size in arguments.batch.split(",")]
+        batches = {size: decode_batch(size, arguments.context) for size in sizes}
     checkpoint = open_checkpoint(resolve_model(arguments.model), torch.bfloat16)
-    num_blocks = max(batches) * -(-arguments.context // _BLOCK_SIZE)
+    num_blocks = max(1 + int(batch.block_tables.max()) for batch in batches.values())
     pool = KVPool(checkpoint.config, num_blocks, _BLOCK_SIZE, torch.bfloat16)
     if not fused_supported(checkpoint.config, pool, torch.bfloat16):
         print("this processor or model does not take the compiled step; there is nothing to profile")
@@ -64,19 +88,18 @@ def main() -> int:
     )
     decoder.warmup()
     rates = measure_rates(arguments.int8, decoder.num_threads)
-    times = {batch: profile_step(decoder, decode_batch(batch, arguments.context), rates) for batch in batches}
+    times = {size: profile_step(decoder, batch, rates) for size, batch in batches.items()}
     if arguments.json:
-        rows = {batch: [asdict(part) for part in parts] for batch, parts in times.items()}
+        rows = {size: [asdict(part) for part in parts] for size, parts in times.items()}
         print(json.dumps({"rates": asdict(rates), "batches": rows}, indent=2))
         return 0
     print(
         f"read {rates.read_bytes_per_s / 1e9:.1f} GB/s, multiply {rates.flops_per_s / 1e9:.0f} GFLOP/s, ms (floor)"
     )
-    print(f"{'batch':>5} {'total':>8}" + "".join(f"{part.part:>20}" for part in times[batches[0]]))
-    for batch, parts in times.items():
-        print(
-            f"{batch:5} {sum(part.best_ms for part in parts):8.2f}" + "".join(_cell(part) for part in parts)
-        )
+    names = [part.part for part in next(iter(times.values()))]
+    print(f"{'batch':>5} {'total':>8}" + "".join(f"{name:>20}" for name in names))
+    for size, parts in times.items():
+        print(f"{size:5} {sum(part.best_ms for part in parts):8.2f}" + "".join(_cell(part) for part in parts))
     return 0
 
 

@@ -53,6 +53,7 @@ class Observer:
             metrics.requests.labels(state=state).set(requests)
         metrics.decode_cap.set(stats.decode_cap or self._engine.scheduler.config.max_num_seqs)
         metrics.preemptions.inc(self._grown("preemptions", stats.num_preemptions))
+        metrics.forks.inc(self._grown("forks", stats.num_forks))
 
     def _sample_edges(self, wall_s: float) -> None:
         metrics, consumer, publisher = self._metrics, self._consumer.stats(), self._publisher

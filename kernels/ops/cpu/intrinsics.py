@@ -7,7 +7,7 @@ from llvmlite import ir
 
 from kernels.ops.cpu.jit import intrinsic, types
 
-I8, I32, I64, F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
 def pointer_to(element: Any) -> Any:
@@ -85,16 +85,6 @@ def pause(typing_context: Any) -> Any:
     return types.void(), generate
 
 
-def prefetch_line(builder: Any, address: Any) -> None:
-    """Emit: start loading the cache line at `address`, which need not be valid."""
-    pointer = I8.as_pointer()
-    function = builder.module.declare_intrinsic(
-        "llvm.prefetch.p0", (), ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
-    )
-    read, keep_in_l2, data = ir.Constant(I32, 0), ir.Constant(I32, 2), ir.Constant(I32, 1)
-    builder.call(function, [builder.inttoptr(address, pointer), read, keep_in_l2, data])
-
-
 @intrinsic
 def cycles(typing_context: Any) -> Any:
     """The processor's time-stamp counter."""
@@ -104,37 +94,3 @@ def cycles(typing_context: Any) -> Any:
         return builder.call(function, [])
 
     return types.int64(), generate
-
-
-@intrinsic
-def row_max(typing_context: Any, address: Any, count: Any) -> Any:
-    """Largest of `count` float32 (a positive multiple of 16, 64-byte aligned); NaN is passed over."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address, count = arguments
-        vector = ir.VectorType(F32, 16)
-        largest = builder.module.declare_intrinsic(
-            "llvm.maxnum.v16f32", (), ir.FunctionType(vector, [vector] * 2)
-        )
-        reduce = builder.module.declare_intrinsic(
-            "llvm.vector.reduce.fmax.v16f32", (), ir.FunctionType(F32, [vector])
-        )
-        before = builder.block
-        loop = builder.function.append_basic_block("max")
-        after = builder.function.append_basic_block("max_end")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        index, best = builder.phi(I64), builder.phi(vector)
-        offset = builder.add(address, builder.shl(index, ir.Constant(I64, 2)))
-        lanes = builder.load(builder.inttoptr(offset, vector.as_pointer()), align=64)
-        better = builder.call(largest, [best, lanes])
-        following = builder.add(index, ir.Constant(I64, 16))
-        builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
-        index.add_incoming(ir.Constant(I64, 0), before)
-        index.add_incoming(following, loop)
-        best.add_incoming(ir.Constant(vector, [float("-inf")] * 16), before)
-        best.add_incoming(better, loop)
-        builder.position_at_end(after)
-        return builder.call(reduce, [better])
-
-    return types.float32(types.int64, types.int64), generate

@@ -99,9 +99,10 @@ def call(typing_context: Any, address: Any, *arguments: Any) -> Any:  # noqa: AR
 def _sources_digest() -> str:
     root = Path(__file__).parents[2]
     sources = (
-        *(root / "ops").glob("*/cpu.py"),
+        *(root / "ops").glob("*/cpu*.py"),
         *(root / "ops" / "cpu").glob("*.py"),
         root / "models" / "fused_step.py",
+        root / "models" / "step_layout.py",
     )
     digest = hashlib.sha256()
     for source in sorted(sources):

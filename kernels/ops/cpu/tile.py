@@ -10,14 +10,13 @@ from typing import Any
 
 from llvmlite import ir
 
-from kernels.ops.cpu.intrinsics import F32, I32, I64, prefetch_line
+from kernels.ops.cpu.intrinsics import F32, I32, I64
 from kernels.ops.cpu.jit import device, intrinsic, types
+from kernels.ops.cpu.vectors import FLOATS, INTS, LANES, BFloat, number, prefetch_line, spread
 
 HEIGHTS = (1, 2, 3, 4, 6, 12)
 MOST_INT8 = 6
 """An int8 tile holds a second, float32 set of accumulators."""
-_LANES = 16
-_FLOATS, _INTS = ir.VectorType(F32, _LANES), ir.VectorType(I32, _LANES)
 
 
 @device
@@ -34,57 +33,37 @@ def next_height(rows: int, most: int) -> int:
     return min(rows, 4)
 
 
-class _BFloat(ir.Type):  # type: ignore[misc]
-    """llvmlite has no name for LLVM's bfloat."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash("bfloat")
+_PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 
 
-_PAIRS = ir.VectorType(_BFloat(), 2 * _LANES)
-
-
-def _number(value: int) -> Any:
-    return ir.Constant(I64, value)
-
-
-class _Tile:
+class Tile:
     """Emits one tile of fixed size into a function under construction."""
 
     def __init__(self, builder: Any, rows: int, vectors: int, integer: bool) -> None:
         self.builder = builder
         self.rows, self.vectors = rows, vectors
         self.integer = integer
-        self.accumulator = _INTS if integer else _FLOATS
-        operand = _INTS if integer else _PAIRS
+        self.accumulator = INTS if integer else FLOATS
+        operand = INTS if integer else _PAIRS
         name = "llvm.x86.avx512.vpdpbusd.512" if integer else "llvm.x86.avx512bf16.dpbf16ps.512"
         self.dot = builder.module.declare_intrinsic(
             name, (), ir.FunctionType(self.accumulator, [self.accumulator, operand, operand])
         )
 
-    def _at(self, base: Any, row: int, stride: Any, vector: int, kind: Any) -> Any:
-        offset = self.builder.add(self.builder.mul(stride, _number(row)), _number(64 * vector))
+    def at(self, base: Any, row: int, stride: Any, vector: int, kind: Any) -> Any:
+        offset = self.builder.add(self.builder.mul(stride, number(row)), number(64 * vector))
         return self.builder.inttoptr(self.builder.add(base, offset), kind.as_pointer())
 
     def _operand(self, lanes: Any) -> Any:
         return lanes if self.integer else self.builder.bitcast(lanes, _PAIRS)
 
-    def _broadcast(self, address: Any, kind: Any, vector: Any) -> Any:
+    def broadcast(self, address: Any, kind: Any, vector: Any) -> Any:
         scalar = self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=4)
-        first = self.builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
-        return self.builder.shuffle_vector(
-            first, ir.Constant(vector, ir.Undefined), ir.Constant(_INTS, [0] * 16)
-        )
+        return spread(self.builder, scalar, vector)
 
     def vectors_at(self, address: Any, kind: Any) -> list[Any]:
         return [
-            self.builder.load(self._at(address, 0, address, vector, kind), align=64)
+            self.builder.load(self.at(address, 0, address, vector, kind), align=64)
             for vector in range(self.vectors)
         ]
 
@@ -107,22 +86,22 @@ class _Tile:
         sums = {cell: builder.phi(self.accumulator) for cell in self.cells()}
         row_b = builder.add(b, builder.mul(step, ldb))
         weights = [
-            self._operand(builder.load(self._at(row_b, 0, ldb, vector, _INTS), align=64))
+            self._operand(builder.load(self.at(row_b, 0, ldb, vector, INTS), align=64))
             for vector in range(self.vectors)
         ]
         if ahead is not None:
             for vector in range(self.vectors):
-                prefetch_line(builder, builder.add(builder.add(row_b, ahead), _number(64 * vector)))
-        column_a = builder.add(a, builder.shl(step, _number(2)))
+                prefetch_line(builder, builder.add(builder.add(row_b, ahead), number(64 * vector)))
+        column_a = builder.add(a, builder.shl(step, number(2)))
         result = {}
         for row in range(self.rows):
-            address = builder.add(column_a, builder.mul(lda, _number(row)))
-            value = self._operand(self._broadcast(address, I32, _INTS))
+            address = builder.add(column_a, builder.mul(lda, number(row)))
+            value = self._operand(self.broadcast(address, I32, INTS))
             for vector in range(self.vectors):
                 result[row, vector] = builder.call(self.dot, [sums[row, vector], value, weights[vector]])
-        following = builder.add(step, _number(1))
+        following = builder.add(step, number(1))
         builder.cbranch(builder.icmp_signed("<", following, steps), body, after)
-        step.add_incoming(_number(0), before)
+        step.add_incoming(number(0), before)
         step.add_incoming(following, body)
         for cell in self.cells():
             sums[cell].add_incoming(start[cell], before)
@@ -131,11 +110,11 @@ class _Tile:
         return result
 
     def group_loop(
-        self, a: Any, lda: Any, b: Any, steps: Any, groups: Any, offsets: Any, scales: Any
+        self, a: Any, lda: Any, b: Any, steps: Any, groups: Any, offsets: Any, scales: Any, ahead: Any
     ) -> dict[Any, Any]:
         """Float sums over groups, each an integer loop of its own; leaves the builder behind the loop."""
         builder = self.builder
-        fma = builder.module.declare_intrinsic("llvm.fma.v16f32", (), ir.FunctionType(_FLOATS, [_FLOATS] * 3))
+        fma = builder.module.declare_intrinsic("llvm.fma.v16f32", (), ir.FunctionType(FLOATS, [FLOATS] * 3))
         before = builder.block
         body, after = (
             builder.function.append_basic_block("group"),
@@ -144,32 +123,33 @@ class _Tile:
         builder.branch(body)
         builder.position_at_end(body)
         group = builder.phi(I64)
-        total = {cell: builder.phi(_FLOATS) for cell in self.cells()}
-        first_input = builder.mul(group, builder.shl(steps, _number(2)))
-        start = self.vectors_at(builder.add(offsets, builder.mul(group, _number(128))), _INTS)
+        total = {cell: builder.phi(FLOATS) for cell in self.cells()}
+        first_input = builder.mul(group, builder.shl(steps, number(2)))
+        start = self.vectors_at(builder.add(offsets, builder.mul(group, number(128))), INTS)
         sums = self.loop(
             builder.add(a, first_input),
             lda,
-            builder.add(b, builder.mul(first_input, _number(32))),
-            _number(128),
+            builder.add(b, builder.mul(first_input, number(32))),
+            number(128),
             steps,
             {cell: start[cell[1]] for cell in self.cells()},
+            ahead,
         )
-        column = builder.add(scales, builder.shl(group, _number(2)))
+        column = builder.add(scales, builder.shl(group, number(2)))
         result = {}
         for row in range(self.rows):
-            stride = builder.shl(groups, _number(2))
-            factor = self._broadcast(builder.add(column, builder.mul(stride, _number(row))), F32, _FLOATS)
+            stride = builder.shl(groups, number(2))
+            factor = self.broadcast(builder.add(column, builder.mul(stride, number(row))), F32, FLOATS)
             for vector in range(self.vectors):
-                value = builder.sitofp(sums[row, vector], _FLOATS)
+                value = builder.sitofp(sums[row, vector], FLOATS)
                 result[row, vector] = builder.call(fma, [value, factor, total[row, vector]])
-        following = builder.add(group, _number(1))
+        following = builder.add(group, number(1))
         end = builder.block
         builder.cbranch(builder.icmp_signed("<", following, groups), body, after)
-        group.add_incoming(_number(0), before)
+        group.add_incoming(number(0), before)
         group.add_incoming(following, end)
         for cell in self.cells():
-            total[cell].add_incoming(ir.Constant(_FLOATS, [0.0] * 16), before)
+            total[cell].add_incoming(ir.Constant(FLOATS, [0.0] * 16), before)
             total[cell].add_incoming(result[cell], end)
         builder.position_at_end(after)
         return result
@@ -182,32 +162,32 @@ class _Tile:
             builder.function.append_basic_block("load"),
             builder.function.append_basic_block("loaded"),
         )
-        builder.cbranch(builder.icmp_signed("!=", add, _number(0)), load, after)
+        builder.cbranch(builder.icmp_signed("!=", add, number(0)), load, after)
         builder.position_at_end(load)
         loaded = {
-            cell: builder.load(self._at(c, cell[0], ldc, cell[1], _FLOATS), align=64) for cell in self.cells()
+            cell: builder.load(self.at(c, cell[0], ldc, cell[1], FLOATS), align=64) for cell in self.cells()
         }
         builder.branch(after)
         builder.position_at_end(after)
         start = {}
         for cell in self.cells():
-            start[cell] = builder.phi(_FLOATS)
-            start[cell].add_incoming(ir.Constant(_FLOATS, [0.0] * 16), before)
+            start[cell] = builder.phi(FLOATS)
+            start[cell].add_incoming(ir.Constant(FLOATS, [0.0] * 16), before)
             start[cell].add_incoming(loaded[cell], load)
         return start
 
     def store(self, c: Any, ldc: Any, values: dict[Any, Any]) -> None:
         for cell, value in values.items():
-            self.builder.store(value, self._at(c, cell[0], ldc, cell[1], _FLOATS), align=64)
+            self.builder.store(value, self.at(c, cell[0], ldc, cell[1], FLOATS), align=64)
 
 
-def _for_each_height(builder: Any, rows: Any, emit: Any, most: int = HEIGHTS[-1]) -> None:
+def for_each_height(builder: Any, rows: Any, emit: Any, most: int = HEIGHTS[-1]) -> None:
     """Branch to `emit(height)` for the one of HEIGHTS that equals `rows`."""
     end = builder.function.append_basic_block("tile_end")
     switch = builder.switch(rows, end)
     for height in (height for height in HEIGHTS if height <= most):
         block = builder.function.append_basic_block(f"rows_{height}")
-        switch.add_case(_number(height), block)
+        switch.add_case(number(height), block)
         builder.position_at_end(block)
         emit(height)
         builder.branch(end)
@@ -233,7 +213,7 @@ def _bf16_tile(vectors: int, fetching: bool) -> Any:
             rows, a, lda, b, ldb, steps, c, ldc, add, ahead = arguments
 
             def emit(height: int) -> None:
-                tile = _Tile(builder, height, vectors, integer=False)
+                tile = Tile(builder, height, vectors, integer=False)
                 tile.store(
                     c,
                     ldc,
@@ -242,7 +222,7 @@ def _bf16_tile(vectors: int, fetching: bool) -> Any:
                     ),
                 )
 
-            _for_each_height(builder, rows, emit)
+            for_each_height(builder, rows, emit)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 10), generate
@@ -273,6 +253,7 @@ def int8_tile_32(
     gain: Any,
     c: Any,
     ldc: Any,
+    ahead: Any,
 ) -> Any:
     """c[rows, 32] = gain[32] · Σ over groups of scales[row, group] · (a[rows, group] · b[group] + offsets[group, 32]).
 
@@ -281,15 +262,15 @@ def int8_tile_32(
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        rows, a, lda, b, steps, groups, offsets, scales, gain, c, ldc = arguments
+        rows, a, lda, b, steps, groups, offsets, scales, gain, c, ldc, ahead = arguments
 
         def emit(height: int) -> None:
-            tile = _Tile(builder, height, 2, integer=True)
-            total = tile.group_loop(a, lda, b, steps, groups, offsets, scales)
-            gains = tile.vectors_at(gain, _FLOATS)
+            tile = Tile(builder, height, 2, integer=True)
+            total = tile.group_loop(a, lda, b, steps, groups, offsets, scales, ahead)
+            gains = tile.vectors_at(gain, FLOATS)
             tile.store(c, ldc, {cell: builder.fmul(total[cell], gains[cell[1]]) for cell in tile.cells()})
 
-        _for_each_height(builder, rows, emit, MOST_INT8)
+        for_each_height(builder, rows, emit, MOST_INT8)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 11), generate
+    return types.void(*[types.int64] * 12), generate

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from kernels.ops.cpu.intrinsics import f32, i64, u16
 from kernels.ops.cpu.jit import device, unit
 from kernels.ops.cpu.tasks import done, draw, lone_phase, wait
-from kernels.ops.cpu.tile import HEIGHTS, MOST_INT8, bf16_tile_32, int8_tile_32, next_height
-from kernels.ops.cpu.vector_math import silu, to_bf16
+from kernels.ops.cpu.tile import HEIGHTS, MOST_INT8, fetching_tile_32, int8_tile_32, next_height
+from kernels.ops.linear.cpu_finish import add_32, silu_mul_16, store_32
 from kernels.ops.linear.packing import PackedLinear
 from kernels.ops.rms_norm.cpu import quantize
 
@@ -19,7 +20,13 @@ LINEAR_BYTES = 64
 STORE, ADD, SILU_MUL = 0, 1, 2
 """out = y; out += y; out = bfloat16(silu(gate) · up) of interleaved columns."""
 
+_PASS_BYTES = 1 << 19
+"""Left-hand rows that all panels pass by before the next rows: they stay in a core's cache."""
 _MAX_ROWS_PER_TILE = 96
+_MANY_TILES = 64
+"""From so many on each is of two panels: rows are read once for both, and two of silu's fill a line of the output."""
+_AHEAD = 4096
+"""How far in front of the weights that are being read the next are asked for; panels follow each other in memory."""
 _TILE_ROW_BYTES = 128
 TILE_BYTES = HEIGHTS[-1] * _TILE_ROW_BYTES
 """Scratch of a thread."""
@@ -38,7 +45,7 @@ def _product(linear: int, panel: int, rows: int, a: int, lda: int, a_scales: int
     field = i64(linear)
     k, panels = field[NUM_INPUTS], field[_PANELS]
     if field[_SCALES] == 0:
-        bf16_tile_32(rows, a, lda, panels + panel * k * 64, 128, k // 2, tile, 128, 0, 0)
+        fetching_tile_32(rows, a, lda, panels + panel * k * 64, 128, k // 2, tile, 128, 0, _AHEAD)
     else:
         groups = field[NUM_GROUPS]
         int8_tile_32(
@@ -53,6 +60,7 @@ def _product(linear: int, panel: int, rows: int, a: int, lda: int, a_scales: int
             field[_SCALES] + panel * 128,
             tile,
             128,
+            _AHEAD,
         )
     if field[_BIAS] != 0:
         bias = f32(field[_BIAS] + panel * 128)
@@ -67,20 +75,25 @@ def _finish(mode: int, tile: int, rows: int, panel: int, num_outputs: int, out: 
     if mode == SILU_MUL:
         width = min(16, num_outputs // 2 - panel * 16)
         for row in range(rows):
-            gate, up = f32(tile + row * _TILE_ROW_BYTES), f32(tile + row * _TILE_ROW_BYTES + 64)
-            half = u16(out + row * ldo + panel * 32)
-            for column in range(width):
-                half[column] = to_bf16(silu(gate[column]) * up[column])
+            gate, target = tile + row * _TILE_ROW_BYTES, out + row * ldo + panel * 32
+            # The last panel's columns need not be all there: its results go through the tile.
+            silu_mul_16(gate, gate + 64, target if width == 16 else gate)
+            if width < 16:
+                half, result = u16(target), u16(gate)
+                for column in range(width):
+                    half[column] = result[column]
         return
     width = min(32, num_outputs - panel * 32)
     for row in range(rows):
-        y, target = f32(tile + row * _TILE_ROW_BYTES), f32(out + row * ldo + panel * 128)
-        if mode == ADD:
+        at, goal = tile + row * _TILE_ROW_BYTES, out + row * ldo + panel * 128
+        if width < 32:
+            y, target = f32(at), f32(goal)
             for column in range(width):
-                target[column] += y[column]
+                target[column] = y[column] + (target[column] if mode == ADD else np.float32(0))
+        elif mode == ADD:
+            add_32(at, goal)
         else:
-            for column in range(width):
-                target[column] = y[column]
+            store_32(at, goal)
 
 
 @unit
@@ -99,19 +112,31 @@ def linear_phase(
     """One shared phase: out[rows, …] from a[rows, num_inputs] (bfloat16, or uint8 with its scales)."""
     field = i64(linear)
     num_outputs = field[_NUM_OUTPUTS]
-    chunks = (rows + _MAX_ROWS_PER_TILE - 1) // _MAX_ROWS_PER_TILE
-    num_tiles = field[_NUM_PANELS] * chunks
+    num_panels = field[_NUM_PANELS]
+    passes = max(1, (rows * lda + _PASS_BYTES - 1) // _PASS_BYTES)
+    rows_per_pass = ((rows + passes - 1) // passes + HEIGHTS[-1] - 1) // HEIGHTS[-1] * HEIGHTS[-1]
+    rows_per_pass = max(HEIGHTS[-1], rows_per_pass)
+    passes = (rows + rows_per_pass - 1) // rows_per_pass
+    chunks = (rows_per_pass + _MAX_ROWS_PER_TILE - 1) // _MAX_ROWS_PER_TILE
+    together = rows >= _MAX_ROWS_PER_TILE // 2 and passes * num_panels * chunks >= _MANY_TILES
+    width = 2 if together else 1
+    groups = (num_panels + width - 1) // width
+    num_tiles = passes * groups * chunks
     scale_stride = field[NUM_GROUPS] * 4
     most = HEIGHTS[-1] if field[_SCALES] == 0 else MOST_INT8
     number = draw(phase)
     while number < num_tiles:
-        panel = number // chunks
-        row = (number - panel * chunks) * _MAX_ROWS_PER_TILE
-        end = min(row + _MAX_ROWS_PER_TILE, rows)
+        chunk = number % chunks
+        first_panel = number // chunks % groups * width
+        last_panel = min(first_panel + width, num_panels)
+        last = min(rows, (number // chunks // groups + 1) * rows_per_pass)
+        row = number // chunks // groups * rows_per_pass + chunk * _MAX_ROWS_PER_TILE
+        end = min(row + _MAX_ROWS_PER_TILE, last)
         while row < end:
             height = next_height(end - row, most)
-            _product(linear, panel, height, a + row * lda, lda, a_scales + row * scale_stride, scratch)
-            _finish(mode, scratch, height, panel, num_outputs, out + row * ldo, ldo)
+            for panel in range(first_panel, last_panel):
+                _product(linear, panel, height, a + row * lda, lda, a_scales + row * scale_stride, scratch)
+                _finish(mode, scratch, height, panel, num_outputs, out + row * ldo, ldo)
             row += height
         done(phase, num_tiles)
         number = draw(phase)

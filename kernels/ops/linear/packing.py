@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.memory import use_huge_pages
+from kernels.ops.linear.arena import Arena
 
 PANEL = 32
 """Output columns of a panel."""
@@ -30,9 +30,14 @@ class PackedLinear:
 
 
 def pack_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, *, quantized: bool = False
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    quantized: bool = False,
+    arena: Arena | None = None,
 ) -> PackedLinear:
-    """Pack weight [num_outputs, num_inputs]; num_inputs must be a multiple of 4."""
+    """Pack weight [num_outputs, num_inputs] into the arena; num_inputs must be a multiple of 4."""
+    arena = arena or Arena()
     num_outputs, num_inputs = weight.shape
     if num_inputs % 4:
         raise ValueError(f"num_inputs is {num_inputs}; it must be a multiple of 4")
@@ -40,12 +45,14 @@ def pack_linear(
     if bias is not None:
         bias = torch.nn.functional.pad(bias.float(), (0, num_panels * PANEL - num_outputs)).contiguous()
     if not quantized:
-        return PackedLinear(_panels(weight.bfloat16(), 2), bias, None, None, num_inputs, num_outputs, 1)
+        return PackedLinear(
+            _panels(weight.bfloat16(), 2, arena), bias, None, None, num_inputs, num_outputs, 1
+        )
     wide = weight.float()
     scales = wide.abs().amax(1).clamp_min(1e-12) / 127
     codes = (wide / scales.unsqueeze(1)).round().to(torch.int8)
     num_groups = num_inputs // group_size(num_inputs)
-    panels = _panels(codes, 4)
+    panels = _panels(codes, 4, arena)
     sums = panels.view(num_panels, num_groups, -1, PANEL, 4).sum((2, 4), dtype=torch.int32)
     scales = torch.nn.functional.pad(scales, (0, num_panels * PANEL - num_outputs)).contiguous()
     return PackedLinear(panels, bias, scales, (-128 * sums).contiguous(), num_inputs, num_outputs, num_groups)
@@ -56,20 +63,20 @@ def group_size(num_inputs: int) -> int:
     return next((size for size in range(64, 15, -16) if num_inputs % size == 0), num_inputs)
 
 
-def pack_gate_up(gate: torch.Tensor, up: torch.Tensor, *, quantized: bool = False) -> PackedLinear:
+def pack_gate_up(
+    gate: torch.Tensor, up: torch.Tensor, *, quantized: bool = False, arena: Arena | None = None
+) -> PackedLinear:
     """Gate and up [intermediate, hidden] in alternating runs of 16 rows: one panel holds both of 16 columns."""
     pad = -gate.shape[0] % 16
     halves = [
         torch.nn.functional.pad(half, (0, 0, 0, pad)).reshape(-1, 16, gate.shape[1]) for half in (gate, up)
     ]
-    packed = pack_linear(torch.stack(halves, 1).flatten(0, 2), quantized=quantized)
+    packed = pack_linear(torch.stack(halves, 1).flatten(0, 2), quantized=quantized, arena=arena)
     return replace(packed, num_outputs=2 * gate.shape[0])
 
 
-def _panels(weight: torch.Tensor, pack: int) -> torch.Tensor:
+def _panels(weight: torch.Tensor, pack: int, arena: Arena) -> torch.Tensor:
     num_outputs, num_inputs = weight.shape
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -num_outputs % PANEL))
     ordered = padded.view(-1, PANEL, num_inputs // pack, pack).permute(0, 2, 1, 3)
-    panels = torch.empty(ordered.shape, dtype=weight.dtype)
-    use_huge_pages(panels)
-    return panels.copy_(ordered)
+    return arena.empty(ordered.shape, weight.dtype).copy_(ordered)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from kernels.ops.paged_attention.cpu import attend, scratch_bytes
+from kernels.ops.paged_attention.cpu import ALL_SPANS, attend, scratch_bytes
 
 
 def attend_row(
@@ -39,6 +39,8 @@ def attend_row(
         block_table.data_ptr(),
         int(np.float32(head_dim**-0.5).view(np.uint32)),
         out.data_ptr(),
+        ALL_SPANS,
+        0,
         scratch.data_ptr(),
     )
     return out

@@ -29,6 +29,18 @@ def test_outputs_and_inputs_of_any_size_with_bias(num_outputs: int, num_inputs: 
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=1e-3)
 
 
+@pytest.mark.parametrize("rows", [48, 50, 190])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_many_tiles_are_taken_two_panels_at_a_time(rows: int, quantized: bool) -> None:
+    x, weight = torch.randn(rows, 64).bfloat16(), torch.randn(2050, 64).bfloat16()
+    packed = pack_linear(weight, quantized=quantized)
+    got = linear(x, packed)
+    one_by_one = torch.cat([linear(x[row : row + 1], packed) for row in range(rows)])
+    assert torch.equal(got, one_by_one)
+    expected = x.float() @ weight.float().T
+    torch.testing.assert_close(got, expected, atol=0.8 if quantized else 1e-3, rtol=1e-3)
+
+
 def test_int8_product_is_exact_in_its_own_arithmetic() -> None:
     """Integers up to 127 in every group and output survive quantization, so the product must be exact."""
     generator = torch.Generator().manual_seed(1)
@@ -68,6 +80,14 @@ def test_gate_up_silu_mul(intermediate: int, rows: int, quantized: bool) -> None
     got = gate_up_silu_mul(x, packed).float()
     expected = silu_mul_reference(x.float() @ torch.cat((gate, up)).float().T)
     torch.testing.assert_close(got, expected, atol=6e-2 if quantized else 2e-2, rtol=2e-2)
+
+
+def test_silu_of_large_gates_is_the_gate_or_nothing() -> None:
+    x = torch.ones(3, 4).bfloat16()
+    gate = torch.tensor([-1000.0, -100.0, -1.0, 0.0, 1.0, 100.0, 1000.0]).unsqueeze(1).expand(-1, 4)
+    packed = pack_gate_up(gate, torch.full((7, 4), 0.25))
+    expected = torch.nn.functional.silu(4 * gate[:, 0]).expand(3, -1)
+    torch.testing.assert_close(gate_up_silu_mul(x, packed).float(), expected, atol=1e-6, rtol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

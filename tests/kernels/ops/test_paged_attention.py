@@ -57,12 +57,32 @@ def test_chunk_behind_a_prefix_sees_only_the_past(block_size: int, prefix: int) 
     torch.testing.assert_close(_attend(query, layer, length), _reference(query, layer, length), **TOLERANCE)
 
 
+@pytest.mark.parametrize("window", [None, 3, 100])
+def test_queries_on_both_sides_of_a_segments_edge(window: int | None) -> None:
+    """Those before it see nothing of the second segment, and must leave the others' scratch alone."""
+    layer = make_layer([142], num_kv_heads=2, head_dim=16, block_size=16)
+    query = _queries(16, 6, 16)
+    got = _attend(query, layer, 142, window)
+    torch.testing.assert_close(got, _reference(query, layer, 142, window), **TOLERANCE)
+    alone = [_attend(query[i : i + 1].contiguous(), layer, 127 + i, window)[0] for i in range(16)]
+    assert torch.equal(got, torch.stack(alone))
+
+
 @pytest.mark.parametrize("window", [1, 7, 32, 40, 500])
 def test_sliding_window(window: int) -> None:
     layer = make_layer([300], num_kv_heads=2, head_dim=32, block_size=32)
     query = _queries(13, 4, 32)
     expected = _reference(query, layer, 300, window)
     torch.testing.assert_close(_attend(query, layer, 300, window), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.parametrize(("block_size", "length"), [(16, 511), (16, 513), (32, 1100), (96, 800)])
+def test_context_of_several_spans(block_size: int, length: int, window: int | None) -> None:
+    layer = make_layer([length], num_kv_heads=1, head_dim=32, block_size=block_size)
+    query = _queries(5, 3, 32)
+    got = _attend(query, layer, length, window)
+    torch.testing.assert_close(got, _reference(query, layer, length, window), **TOLERANCE)
 
 
 def test_result_does_not_depend_on_how_a_prompt_is_chunked() -> None:

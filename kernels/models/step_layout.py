@@ -1,0 +1,37 @@
+"""What the compiled step reads by address: records of int64, strides in bytes."""
+
+import numpy as np
+
+_ADDRESSES = (
+    "layers linears embedding token_ids positions slots tables query_start context_lens sample_indices work last_work "
+    "parts final_norm cos sin keys values x normed scales qkv query attended mid codes logits counters scratch"
+)
+_UNITS = (
+    "linear_phase",
+    "rms_norm_phase",
+    "quantize_phase",
+    "rotate_and_store_phase",
+    "attend",
+    "merge_parts",
+)
+_NUMBERS = (
+    "num_layers hidden heads kv_heads head_dim intermediate block_size window quantized eps_bits scale_bits "
+    "num_tokens num_sampled only_sampled part_stride table_stride layer_kv_bytes block_kv_bytes scratch_stride "
+    "qkv_width logits_width"
+)
+STEP = np.dtype(
+    [(name, np.int64) for name in ("num_started", *_ADDRESSES.split(), *_NUMBERS.split(), *_UNITS)]
+)
+"""Everything a step reads and writes: a counter of threads, addresses, sizes (strides in bytes), units."""
+
+LAYER = np.dtype([(name, np.int64) for name in ("input_norm", "post_norm", "query_norm", "key_norm")])
+"""Addresses of a layer's float32 norm weights; the last two 0 where the model has none."""
+
+ITEM = np.dtype([(name, np.int64) for name in ("row", "first", "count", "span", "part")])
+"""Attention of `count` tokens of a row, from its `first` in this step on: over all keys, or over one span of them into
+a part of its own. In a merge `span` is how many parts there are, from `part` on."""
+
+WORK = np.dtype(
+    [(name, np.int64) for name in ("items", "num_items", "merges", "num_merges", "heads_per_task")]
+)
+"""A layer's attention: addresses and numbers of ITEMs, KV heads that one task takes."""
