@@ -5,25 +5,23 @@ from dataclasses import asdict
 from typing import Any
 
 from kernels.registry import resolve_model
+from service.cli.bench_report import note_spread, spread
 from service.cli.console import note, print_table
 from service.cli.workload import WorkloadRequest
 from service.errors import SettingsError
 from service.settings import Settings
 
 
-def check_settings(settings: Settings) -> None:
+def check(settings: Settings, *, num_workloads: int) -> None:
     """Before anything is measured."""
     if settings.engine != "model":
         raise SettingsError("--baseline needs a model; TAILRACE_ENGINE is deterministic")
+    if num_workloads > 1:
+        raise SettingsError(f"--baseline takes one workload at a time; --shape names {num_workloads}")
 
 
-def compare(
-    settings: Settings, requests: Sequence[WorkloadRequest], runs: Mapping[str, Any], naive_limit: int
-) -> dict[str, Any]:
-    """`baselines`, and `ratios` of the first run's output tokens per second over theirs (None: it failed).
-
-    Takes minutes and all cores: our engine must have stopped.
-    """
+def measure(settings: Settings, requests: Sequence[WorkloadRequest], naive_limit: int) -> dict[str, Any]:
+    """`baseline_dtype` and `baselines`. Takes minutes and all cores: our engine must have stopped."""
     from kernels.baseline import BaselineOptions  # takes seconds
     from kernels.baseline_process import run_baselines_apart
 
@@ -41,13 +39,30 @@ def compare(
         options,
         lambda name: note(f"{name} …"),
     )
-    baselines = {name: asdict(outcome) for name, outcome in outcomes.items()}
-    ours = next(iter(runs.values()))["output_tokens_per_s"]
     return {
         "baseline_dtype": options.dtype,
-        "baselines": baselines,
-        "ratios": {name: _ratio(ours, each.get("output_tokens_per_s")) for name, each in baselines.items()},
+        "baselines": {name: asdict(outcome) for name, outcome in outcomes.items()},
     }
+
+
+def compare(runs: Mapping[str, Any], ours: str, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """What `measure` gave, and `ratios`: the mean rate of our runs before and after over each baseline's.
+
+    None: the baseline failed. `spread` says how far our two runs lie apart.
+    """
+    rates = _rates(runs, ours)
+    mean = sum(rates) / len(rates)
+    baselines = measured["baselines"]
+    return {
+        **measured,
+        "compared_run": ours,
+        "spread": spread(rates),
+        "ratios": {name: _ratio(mean, each.get("output_tokens_per_s")) for name, each in baselines.items()},
+    }
+
+
+def _rates(runs: Mapping[str, Any], ours: str) -> list[float]:
+    return [runs[name]["output_tokens_per_s"] for name in (ours, f"{ours}_again")]
 
 
 def _ratio(ours: float, theirs: float | None) -> float | None:
@@ -55,7 +70,7 @@ def _ratio(ours: float, theirs: float | None) -> float | None:
 
 
 def show(report: Mapping[str, Any]) -> None:
-    first = next(iter(report["runs"]))
+    ours = report["compared_run"]
     rows = []
     for name, each in report["baselines"].items():
         ratio = report["ratios"][name]
@@ -71,5 +86,6 @@ def show(report: Mapping[str, Any]) -> None:
                 f"{ratio:.1f}×",
             )
         )
-    columns = ("baseline", "output tok/s", "total s", "requests", f"{first} against it")
+    columns = ("baseline", "output tok/s", "total s", "requests", f"{ours} against it")
     print_table(columns, rows, title=f"transformers, {report['baseline_dtype']}", right=True)
+    note_spread(ours, _rates(report["runs"], ours))

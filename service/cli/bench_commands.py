@@ -8,7 +8,8 @@ import typer
 bench = typer.Typer(help="Throughput and latency, measured.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="JSON for programs.")]
-Workload = Annotated[Path, typer.Option(help='JSON list of {"prompt_tokens", "max_tokens"}.')]
+_WORKLOAD_HELP = 'JSON list of {"prompt_tokens", "max_tokens"}.'
+Workload = Annotated[Path, typer.Option(help=_WORKLOAD_HELP)]
 Limit = Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")]
 Slots = Annotated[int | None, typer.Option(min=1, max=1_024, help="Default: TAILRACE_MAX_NUM_SEQS.")]
 Quantized = Annotated[
@@ -18,7 +19,14 @@ Quantized = Annotated[
 
 @bench.command("offline")
 def bench_offline(
-    workload: Workload,
+    workload: Annotated[Path | None, typer.Option(help=_WORKLOAD_HELP)] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of a file: PROMPT_TOKENS:OUTPUT_TOKENS:REQUESTS or long-prompts, long-answers, lone-stream, "
+            "short-jobs, separated by commas; typical: these four."
+        ),
+    ] = None,
     policy: Annotated[
         str, typer.Option(help="continuous, static or both: continuous,static.")
     ] = "continuous",
@@ -37,19 +45,29 @@ def bench_offline(
     from service.cli import bench as command
 
     command.offline(
-        workload, policies=policy, limit=limit, slots=slots, quantization=quantization,
+        command.chosen(workload, shape), policies=policy, limit=limit, slots=slots, quantization=quantization,
         naive_limit=baseline_limit if baseline else None, as_json=as_json,
     )  # fmt: skip
 
 
 @bench.command("service")
 def bench_service(
-    workload: Workload, limit: Limit = None, slots: Slots = None, as_json: Json = False
+    workload: Workload,
+    limit: Limit = None,
+    slots: Slots = None,
+    compare_streaming: Annotated[
+        bool, typer.Option(help="Instead: the jobs with and without token streams, in turns.")
+    ] = False,
+    repeats: Annotated[int, typer.Option(min=1, max=100, help="Of each with --compare-streaming.")] = 5,
+    as_json: Json = False,
 ) -> None:
     """The same workload through Kafka and Redis and through the engine alone, and the ratio of both."""
-    from service.cli import bench as command
+    from service.cli import bench_service as command
 
-    command.service(workload, limit=limit, slots=slots, as_json=as_json)
+    if compare_streaming:
+        command.streaming(workload, repeats=repeats, limit=limit, slots=slots, as_json=as_json)
+    else:
+        command.service(workload, limit=limit, slots=slots, as_json=as_json)
 
 
 @bench.command("decode")
@@ -76,6 +94,27 @@ def bench_prefill(
     from service.cli import bench_steps as command
 
     command.prefill(prompts, prompt_tokens=prompt_tokens, quantization=quantization, as_json=as_json)
+
+
+@bench.command("perplexity")
+def bench_perplexity(
+    paths: Annotated[list[Path], typer.Argument(help="Text files or folders of them.", show_default=False)],
+    quantization: Annotated[
+        str | None, typer.Option(help="One or both: none,int8. Default: TAILRACE_QUANTIZATION.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="One or more, such as float32,bfloat16. Default: TAILRACE_DTYPE.")
+    ] = None,
+    window: Annotated[int, typer.Option(min=2, max=1 << 17, help="Tokens that are read together.")] = 1_024,
+    max_tokens: Annotated[int, typer.Option(min=1, max=10_000_000, help="Tokens to predict.")] = 20_000,
+    as_json: Json = False,
+) -> None:
+    """How well the model predicts documents, run by run, and the ratio to the first: what int8 costs in accuracy."""
+    from service.cli import bench_perplexity as command
+
+    command.perplexity(
+        paths, quantizations=quantization, dtypes=dtype, window=window, max_tokens=max_tokens, as_json=as_json
+    )
 
 
 @bench.command("gpu")

@@ -110,8 +110,14 @@ async def run_engine(
         engine.stop()
         ended.cancel()
         await running
-    run.num_preemptions = engine.scheduler.stats().num_preemptions
-    return run.report() | {"prompt_tokens": sum(len(request.prompt_token_ids) for request in requests)}
+    stats = engine.scheduler.stats()
+    run.num_preemptions = stats.num_preemptions
+    num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+    return run.report() | {
+        "prompt_tokens_per_s": round(num_prompt_tokens / run.total_s, 3),
+        "prompt_tokens": num_prompt_tokens,
+        "cached_prompt_tokens": stats.prefix_hit_tokens,
+    }
 
 
 def _spec(number: int, request: WorkloadRequest, now_s: float) -> RequestSpec:

@@ -24,8 +24,14 @@ class WorkloadRequest:
 
 def load_workload(path: Path, limit: int | None, tokenizer: Tokenizer) -> list[WorkloadRequest]:
     """Raises SettingsError naming what is wrong with the file."""
-    lengths = _read(path)[:limit]
-    tokens = _token_source(path, tokenizer)
+    return cut_prompts(_read(path)[:limit], path.resolve().parent, tokenizer)
+
+
+def cut_prompts(
+    lengths: Sequence[tuple[int, int]], folder: Path, tokenizer: Tokenizer
+) -> list[WorkloadRequest]:
+    """Requests of (prompt tokens, output tokens), in this order, from the documents that belong to `folder`."""
+    tokens = _token_source(folder, tokenizer)
     return [
         WorkloadRequest(tuple(next(tokens) for _ in range(num_prompt_tokens)), max_tokens)
         for num_prompt_tokens, max_tokens in lengths
@@ -56,9 +62,9 @@ def _lengths(path: Path, number: int, entry: object) -> tuple[int, int]:
     )
 
 
-def _token_source(path: Path, tokenizer: Tokenizer) -> Iterator[int]:
+def _token_source(folder: Path, tokenizer: Tokenizer) -> Iterator[int]:
     """Tokens of the documents, one after the other, again and again: no two prompts begin alike."""
-    files = _documents(path.resolve().parent)
+    files = _documents(folder)
     while True:
         for file in files:
             yield from tokenizer.encode_prompt(file.read_text("utf-8"))
