@@ -62,6 +62,8 @@ class ScheduledRow:
     history: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """(prompt, generated) ids, in the first sampling row after each admission of a request whose
     sampling.needs_history; afterwards the runner keeps what it needs of it itself, by seat. Never in a pending row."""
+    group: str | None = None
+    """Rows of one group are of one job. None: a job of its own."""
 
     @property
     def sample_position(self) -> int:

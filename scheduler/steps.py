@@ -77,4 +77,5 @@ def _row(request: Request, size: int, block_size: int) -> ScheduledRow:
         sampling=request.spec.sampling if samples else None,
         num_generated_tokens=len(request.generated) + num_pending,
         history=history,
+        group=request.spec.fork_group,
     )

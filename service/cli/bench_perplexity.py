@@ -64,6 +64,10 @@ def perplexity(
     for dtype in chosen_dtypes:
         for quantization in chosen_quantizations:
             name, losses = _run(settings, dtype, quantization, windows)
+            if name in scores:
+                raise SettingsError(
+                    f"--dtype: {dtype!r} is {name} here, which another one of the list is too"
+                )
             scores[name] = losses
     report = {
         "model": settings.model,

@@ -14,12 +14,13 @@ def run_row_by_row(runner: Runner, plan: StepPlan, before: StepResult | None) ->
 
     `before` is the result of the step before, which has what is pending in this one. Writing a token's K/V twice leaves
     the same K/V, and sampling draws from a counter RNG, so a row that ran in the failed step gives the same token when
-    it runs again. Raises InternalError when several rows run and all of them fail.
+    it runs again. Raises InternalError when rows of several jobs run and all of them fail.
     """
     started_s = time.perf_counter()
     known = {row.request_id: row.token_id for row in before.rows} if before else {}
     results: list[RowResult] = []
-    num_run = num_raised = 0
+    num_raised = 0
+    jobs_run = set()
     if plan.released_seats or plan.block_copies:
         # By themselves: with a row that raises first, the other rows would run without their copies.
         runner.step(replace(plan, rows=()))
@@ -31,11 +32,15 @@ def run_row_by_row(runner: Runner, plan: StepPlan, before: StepResult | None) ->
                 continue
             row = replace(row, token_ids=(token_id,))
         result, has_raised = _run_alone(runner, StepPlan(plan.step_id, (row,)))
-        num_run, num_raised = num_run + 1, num_raised + has_raised
+        jobs_run.add(row.group or row.request_id)
+        num_raised += has_raised
         results.append(result)
-    if num_run > 1 and all(result.error for result in results):
-        # Not a row's fault but the engine's: out of memory, a lost device. Ending every job would be a lie.
-        raise InternalError(f"step {plan.step_id}: all of its {num_run} rows failed, together and alone")
+    if len(jobs_run) > 1 and all(result.error for result in results):
+        # Not a row's fault but the engine's: out of memory, a lost device. Ending every job would be a lie. The
+        # choices of one job prove nothing: what one cannot compute, the others cannot either.
+        raise InternalError(
+            f"step {plan.step_id}: all of its {len(results)} rows, of {len(jobs_run)} jobs, failed together and alone"
+        )
     return StepResult(plan.step_id, tuple(results), time.perf_counter() - started_s), num_raised
 
 

@@ -26,9 +26,17 @@ class ChoiceRun:
     flushed held-back text at its end, but died before the job's."""
 
     def take(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; returns the text they release that no attempt has streamed yet."""
-        self.token_ids.extend(token_ids)
-        return self._unstreamed(self.detokenizer.feed(token_ids))
+        """Add tokens up to the one that completes a stop string: how many steps came back at once must not show.
+
+        Returns the text they release that no attempt has streamed yet.
+        """
+        released = []
+        for token_id in token_ids:
+            if self.detokenizer.stopped:
+                break
+            self.token_ids.append(token_id)
+            released.append(self.detokenizer.feed((token_id,)))
+        return self._unstreamed("".join(released))
 
     def close(self) -> str:
         """The text that was still held back, when nothing more comes."""

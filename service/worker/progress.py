@@ -42,10 +42,11 @@ class Progress:
 
     def _take_one(self, run: JobRun, choice: ChoiceRun, update: RequestUpdate, now_s: float) -> None:
         text, logprobs = "", None
+        num_before = len(choice.token_ids)
         if update.new_token_ids:
             text = choice.take(update.new_token_ids)
             if update.logprobs:
-                logprobs = self._named(update)
+                logprobs = self._named(update)[: len(choice.token_ids) - num_before]
                 choice.logprobs.extend(logprobs)
             run.first_token_s = run.first_token_s or now_s
             run.last_token_s = now_s
@@ -59,11 +60,20 @@ class Progress:
         # Of whichever choice ran: they share the prompt, and a stop string ends one before its last update.
         run.num_cached_tokens = max(run.num_cached_tokens, update.num_cached_tokens)
         if text or update.new_token_ids:
-            self._c.publisher.delta(run.job_id, run.epoch, choice.index, text, update.new_token_ids, logprobs)
+            token_ids = tuple(choice.token_ids[num_before:])
+            self._c.publisher.delta(run.job_id, run.epoch, choice.index, text, token_ids, logprobs)
         if choice.finish is not None:
             self._c.table.drop_request(choice.request_id)
+            if choice.finish is FinishReason.ERROR:
+                self._stop_siblings(run)
             if run.finished:
                 self._on_finished(run)
+
+    def _stop_siblings(self, run: JobRun) -> None:
+        """The job has failed: what else it would generate is nobody's."""
+        for choice in run.choices:
+            if choice.finish is None:
+                self._c.engine.finish(choice.request_id, FinishReason.CANCELLED)
 
     def _named(self, update: RequestUpdate) -> list[TokenLogprob]:
         token_text = self._c.tokenizer.token_text

@@ -6,6 +6,9 @@ from typing import Any
 import orjson
 import pytest
 
+from kernels.deterministic import DeterministicRunner
+from kernels.runner import FinishedStep
+from scheduler.plan import StepPlan
 from service.wire import decode
 from service.worker.digest import digest_of_value
 from service.worker.worker import Worker
@@ -125,3 +128,26 @@ async def test_a_bug_of_ours_ends_the_one_job_it_shows_up_in(
     assert results[refusal_id].status == "rejected"
     assert results[refusal_id].error is not None
     assert results[refusal_id].error.code == "internal_error"
+
+
+@pytest.mark.parametrize("ahead", ["off", "on"])
+async def test_hazard_a_job_whose_choices_all_break_the_step_takes_the_worker_down(
+    kafka: KafkaBroker, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, ahead: str
+) -> None:
+    begin = DeterministicRunner.begin
+
+    def broken(runner: DeterministicRunner, plan: StepPlan) -> FinishedStep:
+        if any(row.request_id.startswith("poison") and row.num_generated_tokens > 1 for row in plan.rows):
+            raise ZeroDivisionError("in a kernel")
+        return begin(runner, plan)
+
+    monkeypatch.setattr(DeterministicRunner, "begin", broken)
+    service = await new_service(kafka, redis_server, partitions=1)
+    async with running_worker(service.settings(async_scheduling=ahead)):
+        await service.publish([{"id": "poison", "prompt": "x" * 40, "max_tokens": 9, "n": 4}])
+        poison = (await service.wait_for_results(["poison"]))["poison"]
+        await service.publish([BYSTANDER])
+        bystander = (await service.wait_for_results(["bystander"]))["bystander"]
+    assert (poison.status, bystander.status) == ("failed", "completed")
+    assert poison.error is not None
+    assert poison.error.code == "engine_error"

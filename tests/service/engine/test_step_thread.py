@@ -140,6 +140,15 @@ def test_a_step_whose_rows_all_fail_alone_too_is_the_engines_fault_not_the_jobs(
         run_row_by_row(Scripted(poisoned_by("a", "b")), plan("a", "b"), None)
 
 
+def test_choices_of_one_job_that_all_fail_are_the_jobs_fault_not_the_engines() -> None:
+    rows = tuple(replace(each, group="job#1") for each in plan("a", "b").rows)
+    result, num_raised = run_row_by_row(Scripted(poisoned_by("a", "b")), replace(plan(), rows=rows), None)
+    assert num_raised == 2
+    assert all(each.error for each in result.rows)
+    with pytest.raises(InternalError, match="all of its 3 rows, of 2 jobs"):
+        run_row_by_row(Scripted(poisoned_by("a", "b", "c")), replace(plan(), rows=(*rows, row("c"))), None)
+
+
 def test_a_lone_row_that_fails_is_its_own_fault() -> None:
     result, _ = run_row_by_row(Scripted(poisoned_by("a")), plan("a"), None)
     assert result.rows[0].error == "ZeroDivisionError in the model's step"
