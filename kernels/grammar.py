@@ -100,6 +100,9 @@ class Grammars:
         self.vocab_size = vocab_size
         wrapped = TokenizerWrapper(_GreedyTokenizer(tokens, ends[0]))
         self._tokenizer = LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=ends)
+        self.end_token_ids: Final = frozenset(ends)
+        self.end_mask: Final = _mask_of(ends, vocab_size)
+        """Nothing but these."""
         self._templates: OrderedDict[str, _Template] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -163,7 +166,8 @@ class GrammarSeats:
     def mask(self, row: ScheduledRow) -> TokenMask:
         """For a row whose sampling has a grammar. Raises GrammarError, which is that row's alone.
 
-        End-of-sequence tokens are allowed exactly where the output may end.
+        End-of-sequence tokens are allowed exactly where the output may end, and nothing else behind one: such a row
+        was planned before its token was known, and its own token does not count.
         """
         if self._grammars is None:
             raise GrammarError("response_format needs a vocabulary, which was not loaded")
@@ -173,6 +177,8 @@ class GrammarSeats:
         started_s = time.thread_time()
         try:
             seat = self._advance(row, text, self._grammars)
+            if seat.has_ended:
+                return self._grammars.end_mask
             words = seat.matcher.compute_bitmask()
             _check(seat.matcher)
         except GrammarError:
@@ -189,7 +195,7 @@ class GrammarSeats:
     def _advance(self, row: ScheduledRow, text: str, grammars: Grammars) -> "_Seat":
         seat = self._seats.get(row.seat)
         if row.history is not None:
-            seat = self._seats[row.seat] = _Seat(row.request_id, grammars.matcher(text), grammars.vocab_size)
+            seat = self._seats[row.seat] = _Seat(row.request_id, grammars.matcher(text), grammars)
             seat.consume(row.history[1])
         assert seat is not None, (
             f"request {row.request_id}: a grammar without history in its first sampling row"
@@ -209,18 +215,43 @@ class GrammarSeats:
 class _Seat:
     request_id: str
     matcher: LLMatcher
-    vocab_size: int
+    grammars: Grammars
     num_consumed: int = 0
     spent_s: float = 0.0
+    has_ended: bool = False
+    """An end token came where the text was complete. The matcher never sees it: it may have stopped by itself."""
 
     def consume(self, token_ids: Sequence[int]) -> None:
         """GrammarError, for good, when the tokens break the grammar."""
-        if not all(0 <= token_id < self.vocab_size for token_id in token_ids):
-            raise GrammarError(f"a token so far is outside the vocabulary of {self.vocab_size} tokens")
-        if token_ids and not self.matcher.consume_tokens(list(token_ids)):
+        vocab_size, ends = self.grammars.vocab_size, self.grammars.end_token_ids
+        if not all(0 <= token_id < vocab_size for token_id in token_ids):
+            raise GrammarError(f"a token so far is outside the vocabulary of {vocab_size} tokens")
+        num_text = next((i for i, token_id in enumerate(token_ids) if token_id in ends), len(token_ids))
+        if num_text:
+            self._consume_text(token_ids[:num_text])
+        if num_text < len(token_ids):
+            self._consume_ends(token_ids[num_text:])
+        self.num_consumed += len(token_ids)
+
+    def _consume_text(self, token_ids: Sequence[int]) -> None:
+        if self.has_ended or not self.matcher.consume_tokens(list(token_ids)):
             error = short_error(self.matcher.get_error()) or "the text is already complete"
             raise GrammarError(f"the tokens so far do not follow response_format: {error}")
-        self.num_consumed += len(token_ids)
+
+    def _consume_ends(self, token_ids: Sequence[int]) -> None:
+        if not self.grammars.end_token_ids.issuperset(token_ids):
+            raise GrammarError("the tokens so far go on behind their end")
+        if not self.matcher.is_accepting():
+            raise GrammarError("the tokens so far end before response_format is complete")
+        self.has_ended = True
+
+
+def _mask_of(token_ids: Sequence[int], vocab_size: int) -> TokenMask:
+    words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+    bits = words.view(np.uint32)
+    for token_id in token_ids:
+        bits[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return TokenMask(words, vocab_size)
 
 
 def _check(matcher: LLMatcher) -> None:

@@ -29,6 +29,8 @@ class Forks:
         self._groups: dict[str, _Group] = {}
         self._copies: dict[int, int] = {}
         """Source by destination."""
+        self._unsettled: dict[Request, list[Request]] = {}
+        """By running fork: whose rows in the step that is out compute some of what it took over."""
         self.num_unstarted_tokens = 0
         """Prompt tokens of the groups of which nobody runs, each counted once."""
 
@@ -74,14 +76,43 @@ class Forks:
             return
         group.num_running -= 1
         group.distrusted.discard(request)
+        self._unsettled.pop(request, None)
         if group.num_running == 0:
             self.num_unstarted_tokens += group.num_prompt_tokens
 
-    def distrust(self, request: Request) -> None:
-        """A row of it failed, maybe because of the prompt's K/V: those that have it lend it to nobody more."""
+    def borrowed(self, fork: Request, lender: Request, num_tokens: int) -> None:
+        """A fork that is being admitted takes over the K/V of that many tokens.
+
+        What is not settled is computed by the one step that can be out while another is planned, in rows of the
+        lender or of those that the lender took over from in this very plan.
+        """
+        computing = [
+            other
+            for other in (*self._unsettled.get(lender, ()), lender)
+            if other.num_settled_tokens < num_tokens
+        ]
+        if computing:
+            self._unsettled[fork] = computing
+
+    def settled(self) -> None:
+        """The step that was out is back, and all of its rows have been looked at."""
+        self._unsettled.clear()
+
+    def distrust(self, request: Request) -> list[Request]:
+        """A row of it failed, maybe because of the prompt's K/V: those that have it lend it to nobody more.
+
+        Returns the running forks that took over, at first or second hand, what that row should have computed.
+        """
         group = self._groups.get(request.spec.fork_group or "")
-        if group is not None:
-            group.distrusted.update(self._running(group))
+        if group is None:
+            return []
+        group.distrusted.update(self._running(group))
+        return [fork for fork, computing in self._unsettled.items() if request in computing]
+
+    def is_trusted(self, request: Request) -> bool:
+        """No sibling's row has failed since it runs."""
+        group = self._group_of(request)
+        return group is None or request not in group.distrusted
 
     def lender(self, request: Request) -> Request | None:
         """A running sibling whose prompt's K/V is in the pool before a step that is planned now."""

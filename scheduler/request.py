@@ -56,7 +56,9 @@ class Request:
     relegated: bool = False
     history_due: bool = False
     is_broken: bool = False
-    """It ended, and then a row of it that was still in flight failed."""
+    """A row of it failed: nobody finds or borrows what it computed."""
+    ended_well: bool = False
+    """With STOP or LENGTH: a row that is planned behind its last token does not matter."""
 
     @classmethod
     def of(cls, spec: RequestSpec, order: int, config: SchedulerConfig) -> "Request":
@@ -109,9 +111,14 @@ class Request:
         return hashes[:num_blocks]
 
     def finish_reason(self) -> FinishReason | None:
-        """What the known output tokens mean for the request; None: it goes on."""
+        """What the known output tokens mean for the request; None: it goes on.
+
+        A grammar's text can be complete before `min_tokens`. The sampler bans stop ids until then except where
+        nothing else may follow, so with a grammar one that was sampled ends the request whenever it comes.
+        """
         spec = self.spec
         num_generated = len(self.generated)
-        if num_generated > spec.sampling.min_tokens and self.generated[-1] in spec.stop_token_ids:
+        num_least = 0 if spec.sampling.grammar is not None else spec.sampling.min_tokens
+        if num_generated > num_least and self.generated[-1] in spec.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_generated >= spec.max_tokens else None

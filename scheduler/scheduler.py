@@ -8,7 +8,7 @@ from scheduler.blocks import BlockPool
 from scheduler.config import SchedulerConfig
 from scheduler.goodput import ChunkBudget
 from scheduler.intake import find_rejection, reject_duplicate, reject_full
-from scheduler.plan import RowResult, StepPlan, StepResult
+from scheduler.plan import RowResult, ScheduledRow, StepPlan, StepResult
 from scheduler.policy import choose_victim
 from scheduler.request import Request, RequestStatus
 from scheduler.spec import FinishReason, Rejection, RequestSpec, RequestUpdate
@@ -106,12 +106,11 @@ class Scheduler:
             request.num_in_flight -= 1
             request.num_pending_tokens -= plan_row.sampling is not None
             request.num_settled_tokens = plan_row.sample_position
-            if request.status is not RequestStatus.FINISHED:
-                self._take_row(request, row, samples=plan_row.sampling is not None)
-                continue
-            request.is_broken |= row.error is not None
-            if request.num_in_flight == 0:
-                self._state.leave(request, is_broken=request.is_broken)
+            if request.status is RequestStatus.FINISHED:
+                self._take_late_row(request, plan_row, row)
+            else:
+                self._take_row(request, plan_row, row)
+        self._state.forks.settled()
 
     def finish(self, request_id: str, reason: FinishReason, now_s: float, error: str | None = None) -> bool:
         """End a request in whatever state it is; False: it is not known (any more)."""
@@ -248,8 +247,17 @@ class Scheduler:
         self._in_flight.append(step)
         return step.plan
 
-    def _take_row(self, request: Request, row: RowResult, *, samples: bool) -> None:
-        state = self._state
+    def _take_late_row(self, request: Request, planned: ScheduledRow, row: RowResult) -> None:
+        """Of a request that has ended since the row was planned."""
+        # The row before a pending one was good. Behind a good end there is nothing more to be computed well.
+        matters = not (request.ended_well and planned.is_pending)
+        if row.error is not None and matters:
+            self._state.discredit(request)
+        if request.num_in_flight == 0:
+            self._state.leave(request)
+
+    def _take_row(self, request: Request, planned: ScheduledRow, row: RowResult) -> None:
+        state, samples = self._state, planned.sampling is not None
         if row.error is not None or (samples and row.token_id is None):
             state.fail(request, row.error or "the step returned no token for this row")
             return

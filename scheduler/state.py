@@ -1,6 +1,7 @@
 """Everything the scheduler remembers, and the only code that changes it: admit, preempt, publish, end."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from scheduler.admission import BlockNeed
 from scheduler.blocks import BlockPool
@@ -12,6 +13,8 @@ from scheduler.seats import Seats
 from scheduler.spec import FinishReason
 from scheduler.updates import UpdateBox
 from scheduler.waiting import Deadlines, WaitingQueue
+
+_LENDER_FAILED: Final = "the prompt that this choice shares with another one could not be computed"
 
 
 class State:
@@ -107,9 +110,11 @@ class State:
         self.waiting.push(request)
 
     def publish(self, request: Request) -> None:
-        """Make the blocks that its last returned step filled findable by others."""
+        """Make the blocks that its last returned step filled findable by others, if they are to be trusted."""
         num_full = request.num_settled_tokens // self.config.block_size
         if num_full == request.num_published_blocks or not self.config.enable_prefix_caching:
+            return
+        if request.is_broken or not self.forks.is_trusted(request):
             return
         hashes = request.hash_blocks(num_full, self.pool.block_size)
         for i in range(request.num_published_blocks, num_full):
@@ -129,18 +134,29 @@ class State:
         else:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
+        request.ended_well = reason in (FinishReason.STOP, FinishReason.LENGTH)
         self.forks.leave(request)
         self.updates.end(request, reason, error)
 
     def fail(self, request: Request, error: str) -> None:
         """End a running request whose row failed."""
-        self._discredit(request)
+        self.discredit(request)
         self.end(request, FinishReason.ERROR, error)
 
-    def leave(self, request: Request, *, is_broken: bool) -> None:
+    def discredit(self, request: Request) -> None:
+        """A row of it failed, and what it computed may be as broken: nobody finds it or borrows it any more.
+
+        What the row itself should have computed may be missing, so whoever has taken it over ends as well.
+        """
+        if request.is_broken:
+            return
+        request.is_broken = True
+        self.pool.forget(request.block_table)
+        for fork in self.forks.distrust(request):
+            self.fail(fork, _LENDER_FAILED)
+
+    def leave(self, request: Request) -> None:
         """The last step of a request that had already ended is back."""
-        if is_broken:
-            self._discredit(request)
         self.num_leaving -= 1
         self.vacate(request)
 
@@ -166,12 +182,8 @@ class State:
         # For the job, the prompt was as far cached as it was for whoever computed it.
         if request.num_cached_tokens is None:
             request.num_cached_tokens = lender.num_cached_tokens
+        self.forks.borrowed(request, lender, request.num_computed_tokens)
         num_shared = request.num_published_blocks
         request.num_published_blocks = min(num_shared, lender.num_published_blocks)
         if len(request.block_hashes) < num_shared:
             request.block_hashes = lender.block_hashes[:num_shared]
-
-    def _discredit(self, request: Request) -> None:
-        """What it computed may be as broken as its logits: nobody finds it or borrows it any more."""
-        self.pool.forget(request.block_table)
-        self.forks.distrust(request)

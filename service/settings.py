@@ -13,6 +13,7 @@ from redis.asyncio import ConnectionPool
 from redis.exceptions import RedisError
 
 from service.errors import SettingsError
+from service.wire.limits import MAX_CHOICES
 
 ENV_PREFIX = "TAILRACE_"
 MASK = "********"
@@ -94,7 +95,9 @@ class Settings(BaseSettings):
     async_scheduling: Literal["auto", "on", "off"] = Field(
         "auto", description="plan the next step while one runs; `auto`: on a GPU"
     )
-    max_waiting: int = Field(1_024, ge=1, le=100_000, description="fetched jobs that wait for a seat")
+    max_waiting: int = Field(
+        1_024, ge=1, le=100_000, description="choices of fetched jobs that wait for a seat"
+    )
     prefix_caching: bool = Field(True, description="share KV blocks of equal prompt beginnings")
     default_max_tokens: int = Field(256, ge=1, le=1 << 20, description="for jobs without `max_tokens`")
     max_output_tokens: int = Field(16_384, ge=1, le=1 << 20, description="largest `max_tokens`")
@@ -150,6 +153,11 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"{ENV_PREFIX}MAX_NUM_BATCHED_TOKENS is {self.max_num_batched_tokens}; must be at least "
                 f"{ENV_PREFIX}MAX_NUM_SEQS, {self.max_num_seqs}"
+            )
+        if self.max_waiting < MAX_CHOICES:
+            raise ValueError(
+                f"{ENV_PREFIX}MAX_WAITING is {self.max_waiting}; must be at least {MAX_CHOICES}: all choices of a "
+                f"job (its `n`, up to {MAX_CHOICES}) begin to wait together"
             )
         if self.kafka_security_protocol.startswith("SASL") and not (
             self.kafka_sasl_username and self.kafka_sasl_password

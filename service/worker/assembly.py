@@ -22,6 +22,7 @@ from service.worker.context import Context, Names
 from service.worker.credit import CreditRule
 from service.worker.job_flow import JobFlow
 from service.worker.job_table import JobTable
+from service.worker.line import Line
 from service.worker.observer import Observer
 from service.worker.specs import ModelLimits
 
@@ -82,6 +83,7 @@ def assemble(
     def on_step(plan: StepPlan, result: StepResult) -> None:
         parts.observer.step(plan, result)
         parts.flow.progress.note_step(plan, time.monotonic() - result.step_time_s)
+        line.call_next()
         if credit.has_returned():
             parts.consumer.wake()
 
@@ -92,6 +94,7 @@ def assemble(
         lambda updates: parts.flow.on_updates(updates),
         on_step=on_step,
     )
+    line = Line(lambda: settings.max_waiting - engine.scheduler.stats().num_waiting)
     publisher = StreamPublisher(stream, on_fenced=lambda job_id, epoch: parts.flow.on_fenced(job_id, epoch))
     producer = ResultProducer(kafka)
     credit = CreditRule(settings, engine.scheduler, publisher, producer, table)
@@ -117,6 +120,7 @@ def assemble(
         producer=producer,
         tokenizer=loaded.tokenizer,
         table=table,
+        line=line,
         metrics=metrics,
         complete=consumer.complete,
         grammars=GrammarGate(loaded.grammars),

@@ -15,6 +15,7 @@ from service.metrics import Metrics
 from service.stream.publisher import StreamPublisher
 from service.text.tokenizer import Tokenizer
 from service.worker.job_table import JobTable
+from service.worker.line import Line
 from service.worker.specs import ModelLimits
 
 
@@ -39,6 +40,7 @@ class Context:
     producer: ResultProducer
     tokenizer: Tokenizer
     table: JobTable
+    line: Line
     metrics: Metrics
     complete: Callable[[Delivery], None]
     """Tell the consumer that a record is settled."""

@@ -38,8 +38,10 @@ class CreditRule:
         if not (self._publisher.healthy and self._producer.ready):
             return 0
         credit = self._scheduler.credit()
-        by_tokens = credit.tokens // self._table.mean_prompt_tokens
-        # The scheduler does not know yet of what is being decoded and tokenized. It never asks for nothing when it
-        # is idle, however large the next job may be.
-        ahead = min(credit.requests, max(by_tokens, 1)) - self._table.num_in_intake
-        return max(0, min(ahead, self._max_jobs - len(self._table)))
+        table = self._table
+        # The scheduler does not know yet of what is being decoded and tokenized. A little room is room for one job,
+        # however large the next one may be: the scheduler never asks for nothing when it is idle.
+        num_free = credit.requests - table.num_requests_in_intake
+        by_requests = max(1, num_free // table.num_choices_expected) if num_free > 0 else 0
+        by_tokens = max(1, credit.tokens // table.mean_prompt_tokens) - table.num_in_intake
+        return max(0, min(by_requests, by_tokens, self._max_jobs - len(table)))

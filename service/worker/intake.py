@@ -12,6 +12,7 @@ from service.worker.context import Context
 from service.worker.digest import digest_of
 from service.worker.finisher import Finisher
 from service.worker.job_run import JobRun
+from service.worker.line import Turn
 from service.worker.specs import (
     check_against_model,
     encode_prompt,
@@ -47,7 +48,7 @@ class Intake:
         except JobError as error:
             await self._finisher.refuse_record(run, error)
             return
-        run.job, run.job_id = job, job.id
+        self._c.table.decoded(run, job)
         try:
             opened = await self._c.publisher.open(
                 job.id, origin=run.origin, digest=digest_of(delivery), num_choices=job.n, stream=job.stream
@@ -82,13 +83,14 @@ class Intake:
             if run.abandoned:
                 publisher.abandon(job.id, run.epoch)
                 return
-            self._add_requests(run, prompt)
+            await self._add_requests(run, prompt)
         except JobError as error:
             publisher.start(job.id, run.epoch, attempt=run.epoch)
             status: Status = "failed" if error.code == TOO_MANY_ATTEMPTS else "rejected"
             await self._finisher.end(run, status, error)
             return
-        # What has nothing left to compute ends here: cancelled before it began, or stopped in an earlier attempt.
+        # What has nothing left to compute ends here: cancelled or late before it began, or stopped in an earlier
+        # attempt.
         if run.finished:
             await self._finisher.end(run, status_of(run))
 
@@ -121,22 +123,36 @@ class Intake:
             self._c.publisher.restart(job.id, run.epoch)
             run.choices = make_choices(job, run.epoch, prompt, self._c.tokenizer, self._c.limits)
         if run.cancelled:
-            for choice in run.choices:
-                choice.finish = choice.finish or FinishReason.CANCELLED
+            run.finish_rest(FinishReason.CANCELLED)
 
-    def _add_requests(self, run: JobRun, prompt: tuple[int, ...]) -> None:
-        """Raises JobError, with nothing left in the engine, when the scheduler refuses."""
+    async def _add_requests(self, run: JobRun, prompt: tuple[int, ...]) -> None:
+        """All of them at once, when there is room. Raises JobError, with nothing left in the engine, when the
+        scheduler refuses."""
         targets = targets_of(run.job, self._c.targets)
+        specs = [
+            make_spec(run, choice, prompt, targets, self._c.limits)
+            for choice in run.choices
+            if choice.finish is None
+        ]
+        if specs and not await self._stand_in_line(run, len(specs), specs[0].deadline_s):
+            return
         self._c.table.add_requests(run)
-        for choice in run.choices:
-            if choice.finish is not None:
-                self._c.table.drop_request(choice.request_id)
-                continue
-            rejection = self._c.engine.add(make_spec(run, choice, prompt, targets, self._c.limits))
+        for spec in specs:
+            rejection = self._c.engine.add(spec)
             if rejection is not None:
                 self._withdraw(run)
                 raise rejected(rejection, run.job_id)
         self._c.metrics.prompt_tokens.inc(len(prompt))
+
+    async def _stand_in_line(self, run: JobRun, num_places: int, deadline_s: float | None) -> bool:
+        """Whether the places are there, to be taken before anything else is awaited."""
+        limit_s = None if deadline_s is None else deadline_s - self._c.clock()
+        turn = await self._c.line.stand(run, num_places, limit_s)
+        if turn is Turn.LATE:
+            run.finish_rest(FinishReason.EXPIRED)
+        elif turn is Turn.LEFT and run.cancelled and not run.abandoned:
+            run.finish_rest(FinishReason.CANCELLED)
+        return turn is Turn.COME
 
     def _withdraw(self, run: JobRun) -> None:
         for choice in run.choices:

@@ -41,6 +41,7 @@ class JobFlow:
 
     def on_updates(self, updates: Sequence[RequestUpdate]) -> None:
         self.progress.take(updates)
+        self._c.line.call_next()
 
     def on_cancel(self, job_id: str) -> None:
         """Somebody asked for it. Jobs that other workers have, or nobody yet, find the request when opened."""
@@ -49,6 +50,7 @@ class JobFlow:
             self._c.table.note_cancel(job_id)
             return
         run.cancelled = True
+        self._c.line.leave(run)
         for choice in run.choices:
             if choice.finish is None:
                 self._c.engine.finish(choice.request_id, FinishReason.CANCELLED)
@@ -97,14 +99,14 @@ class JobFlow:
     def _begin(self, delivery: Delivery) -> None:
         run = JobRun.begin(delivery, now_s=self._c.clock(), wall_s=time.time())
         self._c.table.add(run)
-        self._c.table.num_in_intake += 1
+        self._c.table.enter_intake()
         self._spawn(self._guarded(run, self._take_in(run)))
 
     async def _take_in(self, run: JobRun) -> None:
         try:
             await self._intake.take(run)
         finally:
-            self._c.table.leave_intake()
+            self._c.table.leave_intake(run)
 
     def _finish(self, run: JobRun) -> None:
         self._spawn(self._guarded(run, self._end(run)))
@@ -145,6 +147,7 @@ class JobFlow:
             await self._finisher.refuse_record(run, reason)
 
     def _stop_requests(self, run: JobRun) -> None:
+        self._c.line.leave(run)
         for choice in run.choices:
             self._c.table.drop_request(choice.request_id)
             self._c.engine.finish(choice.request_id, FinishReason.CANCELLED)

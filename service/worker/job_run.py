@@ -106,6 +106,11 @@ class JobRun:
     def num_output_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
 
+    def finish_rest(self, reason: FinishReason) -> None:
+        """End the choices that have not ended yet."""
+        for choice in self.choices:
+            choice.finish = choice.finish or reason
+
     @property
     def finished(self) -> bool:
         return all(choice.finish is not None for choice in self.choices)

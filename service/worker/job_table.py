@@ -4,10 +4,14 @@ import asyncio
 from collections.abc import Iterable, Iterator
 
 from service.ingest.delivery import TopicPartition
+from service.wire import Job
 from service.worker.job_run import ChoiceRun, JobRun
 
 MEAN_WEIGHT = 0.1
 """Of the newest job in the mean of prompt tokens."""
+
+PEAK_DECAY = 1 / 32
+"""Of the way back to fewer choices with each job that has fewer: one job of 16 is forgotten after some hundred of 1."""
 
 
 class JobTable:
@@ -21,12 +25,27 @@ class JobTable:
         self._empty.set()
         self.num_in_intake = 0
         """Of them, those that the scheduler does not know yet."""
+        self._num_undecoded = 0
+        self._num_decoded_choices = 0
+        """Of the jobs in intake that are decoded."""
+        self._peak_choices = 1.0
         self.mean_prompt_tokens = 1
         """Running mean over the jobs tokenized so far: what a job not yet seen is expected to cost."""
         self._unmatched_cancels: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._by_place)
+
+    @property
+    def num_choices_expected(self) -> int:
+        """Of a job not yet decoded: the most that one had lately. Too few costs a stand in line, too many costs
+        another poll; neither lets a place stay empty."""
+        return round(self._peak_choices)
+
+    @property
+    def num_requests_in_intake(self) -> int:
+        """What the jobs in intake will ask of the scheduler."""
+        return self._num_decoded_choices + self._num_undecoded * self.num_choices_expected
 
     def __iter__(self) -> Iterator[JobRun]:
         return iter(list(self._by_place.values()))
@@ -53,14 +72,32 @@ class JobTable:
     def was_cancelled(self, job_id: str) -> bool:
         return job_id in self._unmatched_cancels
 
-    def leave_intake(self) -> None:
+    def enter_intake(self) -> None:
+        self.num_in_intake += 1
+        self._num_undecoded += 1
+
+    def decoded(self, run: JobRun, job: Job) -> None:
+        """A record in intake is a job."""
+        run.job, run.job_id = job, job.id
+        self._num_undecoded -= 1
+        self._num_decoded_choices += job.n
+        above = max(0.0, self._peak_choices - job.n)
+        self._peak_choices = job.n + above * (1 - PEAK_DECAY)
+
+    def leave_intake(self, run: JobRun) -> None:
         self.num_in_intake -= 1
+        if run.job is None:
+            self._num_undecoded -= 1
+        else:
+            self._num_decoded_choices -= run.job.n
         if not self.num_in_intake:
             self._unmatched_cancels.clear()
 
     def add_requests(self, run: JobRun) -> None:
+        """Of the choices that are still to be generated."""
         for choice in run.choices:
-            self._by_request[choice.request_id] = (run, choice)
+            if choice.finish is None:
+                self._by_request[choice.request_id] = (run, choice)
 
     def request(self, request_id: str) -> tuple[JobRun, ChoiceRun] | None:
         return self._by_request.get(request_id)

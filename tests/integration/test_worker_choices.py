@@ -1,5 +1,7 @@
 """Jobs with several choices through a worker: the prompt is computed once, and every way to end still holds."""
 
+from typing import Any
+
 import pytest
 from redis.asyncio import Redis
 
@@ -107,3 +109,57 @@ async def test_after_kill_nine_every_choice_goes_on_where_its_stream_stopped(
     assert result.attempt == 2
     assert min(stream.resumed) >= 10
     assert result.usage.prompt_tokens == 100
+
+
+FULL = {"max_num_seqs": "16", "max_waiting": "16"}
+"""Seats for one job of 16 choices, places in the queue for another; more of them come in and stand in line."""
+
+
+async def test_hazard_a_backlog_of_many_choices_is_no_reason_to_refuse_any(
+    kafka: KafkaBroker, redis_server: RedisServer
+) -> None:
+    """Before the worker starts, so that its first poll brings more of them than it can have guessed."""
+    service = await new_service(kafka, redis_server)
+    jobs = [
+        {"id": f"job-{number}", "prompt_token_ids": PROMPT, "max_tokens": 3, "n": 16} for number in range(12)
+    ]
+    await service.publish(jobs)
+    async with running_worker(service.settings(deterministic_step_ms="1", **FULL)) as worker:
+        results = await service.wait_for_results([job["id"] for job in jobs])
+        assert num_held(worker) == 0
+    assert {job_id: result.status for job_id, result in results.items()} == {
+        job["id"]: "completed" for job in jobs
+    }
+    assert {len(result.choices) for result in results.values()} == {16}
+
+
+async def test_jobs_in_line_end_or_move_on_like_all_others(
+    kafka: KafkaBroker, redis_server: RedisServer
+) -> None:
+    """One runs, one fills the queue, and the line behind them is cancelled, late, and handed on at the drain."""
+    service = await new_service(kafka, redis_server, partitions=1)
+    redis = Redis.from_url(redis_server.url)
+    job = {"prompt_token_ids": PROMPT, "max_tokens": 1000, "n": 16}
+    others: dict[str, dict[str, Any]] = {
+        "in-line": {"max_tokens": 3, "return_token_ids": True}, "cancelled": {}, "late": {"deadline": 1},
+    }  # fmt: skip
+    names = ["running", "queued", *others]
+    await service.publish(job | {"id": name} | others.get(name, {}) for name in names)
+    slow = service.settings(deterministic_step_ms="20", drain_grace_s="0", **FULL)
+    async with running_worker(slow) as worker:
+        await service.wait_for_tokens("running", 2)
+        await request_cancel(redis, "cancelled")
+        results = await service.wait_for_results(["cancelled", "late"])
+        assert worker.parts is not None
+        stats = worker.parts.engine.scheduler.stats()
+        assert (stats.num_running, stats.num_waiting) == (16, 16), "nothing has left the queue meanwhile"
+    async with running_worker(service.settings(**FULL)):
+        results |= await service.wait_for_results(["running", "queued", "in-line"])
+    await redis.aclose()
+    assert {name: results[name].status for name in names} == {
+        "running": "completed", "queued": "completed", "in-line": "completed",
+        "cancelled": "cancelled", "late": "expired",
+    }  # fmt: skip
+    assert {choice.finish_reason for choice in results["cancelled"].choices} == {"cancelled"}
+    check_texts(results["in-line"], await service.read("in-line"), 16, 3)
+    assert results["in-line"].attempt == 2

@@ -88,10 +88,11 @@ def test_every_end_token_is_allowed_exactly_where_the_text_may_end(grammars: Gra
     assert not (at_start | after_a | after_ab) & {SPECIAL, *range(len(TOKENS), PADDED_SIZE)}
 
 
+# No \d: Python and llguidance count different Unicode versions' digits.
 @settings(max_examples=40, deadline=None)
 @given(
     pattern=st.sampled_from(
-        [r"(yes|no|the name)+", r"[a-c]{2,9}x?", r"\d+(,\d+)*", r'\{"name": "[^"]*"\}', "日*a{3}"]
+        [r"(yes|no|the name)+", r"[a-c]{2,9}x?", r"[0-9]+(,[0-9]+)*", r'\{"name": "[^"]*"\}', "日*a{3}"]
     ),
     choices=st.lists(st.integers(0, 10_000), max_size=12),
 )

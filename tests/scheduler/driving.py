@@ -1,6 +1,6 @@
 """Drives the real Scheduler with a model that has a paged memory: wrong bookkeeping shows as wrong tokens."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -116,6 +116,19 @@ class PagedModel:
 
     def _slot(self, row: ScheduledRow, position: int) -> int:
         return row.block_table[position // self._block_size] * self._block_size + position % self._block_size
+
+
+class RaisingModel(PagedModel):
+    """A failing row raises before it writes anything; a row that reads its slots finds what was there before."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self._slots = defaultdict(lambda: -2)
+
+    def _row(self, row: ScheduledRow, *, fails: bool) -> RowResult:
+        if fails:
+            return RowResult(row.request_id, error="RuntimeError in the model's step")
+        return super()._row(row, fails=False)
 
 
 class Driver:

@@ -17,7 +17,7 @@ from scheduler.plan import RowResult, SamplingParams, ScheduledRow
 from scheduler.request import Request, RequestStatus
 from scheduler.spec import RequestSpec, ServiceClass
 from scheduler.state import State
-from tests.scheduler.driving import STOP, PagedModel, undisturbed_output
+from tests.scheduler.driving import STOP, PagedModel, RaisingModel, undisturbed_output
 from tests.scheduler.test_machine import CONTROL, QUICK, SchedulerMachine, configs
 
 BROKEN = -1
@@ -34,10 +34,12 @@ class ModelWithNan(PagedModel):
 
 
 class ForkMachine(SchedulerMachine):
+    model: ClassVar[type[PagedModel]] = ModelWithNan
+
     @initialize(config=configs, is_measured=st.booleans())
     def start(self, config: SchedulerConfig, is_measured: bool) -> None:
         super().start(config, is_measured)
-        self.driver.model = ModelWithNan(self.driver.config)
+        self.driver.model = self.model(self.driver.config)
 
     @rule(
         count=st.integers(2, 6),
@@ -75,6 +77,26 @@ class ForkMachine(SchedulerMachine):
         members = [spec for spec in self.specs.values() if spec.fork_group]
         self.add_member(data.draw(st.sampled_from(members)))
 
+    def prompts_out(self) -> list[str]:
+        """Members whose prompt the next result is about."""
+        rows = self.driver.out[0].rows if self.driver.out else ()
+        specs = [(row, self.specs[row.request_id]) for row in rows]
+        return [
+            spec.request_id
+            for row, spec in specs
+            if spec.fork_group and row.num_computed_tokens < len(spec.prompt_token_ids)
+        ]
+
+    @precondition(lambda self: self.prompts_out())
+    @rule(data=st.data())
+    def fail_prompt(self, data: st.DataObject) -> None:
+        """When all that may be planned meanwhile is out: this is rare among the other rules."""
+        failing = data.draw(st.sampled_from(self.prompts_out()))
+        self.driver.plan_ahead()
+        self.driver.collect()
+        self.failed.add(failing)
+        self.driver.complete(self.driver.out[0], {failing})
+
     def add_member(self, spec: RequestSpec) -> None:
         spec = replace(spec, request_id=f"r{len(self.specs)}")
         if self.driver.scheduler.add(spec, self.driver.now_s) is None:
@@ -99,7 +121,7 @@ class ForkMachine(SchedulerMachine):
 
     @invariant()
     def reports_are_right(self) -> None:
-        """With look-ahead, forks of a request whose failure was not known yet fail with it."""
+        """With look-ahead, forks of a request whose failure was not known yet end with it."""
         if self.num_lookahead_steps:
             groups = {self.specs[name].fork_group for name in self.failed} - {None}
             self.failed |= {name for name, spec in self.specs.items() if spec.fork_group in groups}
@@ -116,7 +138,20 @@ class LookaheadForkMachine(ForkMachine):
     num_lookahead_steps: ClassVar[int] = 1
 
 
-@pytest.mark.parametrize("machine", [ForkMachine, LookaheadForkMachine])
+class RaisingForkMachine(ForkMachine):
+    model: ClassVar[type[PagedModel]] = RaisingModel
+
+
+class LookaheadRaisingForkMachine(LookaheadForkMachine):
+    """Nothing but the scheduler knows that a fork read what was never written."""
+
+    model: ClassVar[type[PagedModel]] = RaisingModel
+
+
+MACHINES = [ForkMachine, LookaheadForkMachine, RaisingForkMachine, LookaheadRaisingForkMachine]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 def test_any_sequence_of_events_keeps_books_seats_and_outputs_right(machine: type[ForkMachine]) -> None:
     machine.seen = Counter()
     run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=100))
@@ -152,6 +187,18 @@ def never_lets_a_sibling_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def counts_each_choice_s_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(State, "waiting_tokens", property(lambda self: self.waiting.num_tokens))
+
+
+def trusts_the_forks_of_a_failed_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Forks, "borrowed", lambda self, fork, lender, num_tokens: None)
+
+
+def test_control_forks_that_outlive_the_row_they_depend_on_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trusts_the_forks_of_a_failed_row(monkeypatch)
+    with pytest.raises(AssertionError, match="the output depends on what happened around it"):
+        run_state_machine_as_test(LookaheadRaisingForkMachine, settings=CONTROL)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def test_unknown_name_is_refused_with_a_suggestion() -> None:
         ("DEVICE", "tpu", "'auto', 'cpu' or 'cuda'"),
         ("JOBS_TOPIC", "a b", "pattern"),
         ("BLOCK_SIZE", "24", "power of two"),
+        ("MAX_WAITING", "15", "TAILRACE_MAX_WAITING is 15; must be at least 16: all choices of a job"),
         ("JOBS_TOPIC", "tailrace.results", "must differ"),
     ],
 )

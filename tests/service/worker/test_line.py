@@ -1,0 +1,139 @@
+"""Jobs that wait for places in the scheduler's queue: in order, all or none, and out again for every reason."""
+
+import asyncio
+
+import pytest
+
+from service.ingest.delivery import Delivery
+from service.worker.job_run import JobRun
+from service.worker.line import Line, Turn
+
+
+class Queue:
+    """The places, and who has taken some, in order."""
+
+    def __init__(self, num_free: int) -> None:
+        self.num_free = num_free
+        self.num_looks = 0
+        self.line = Line(self._look)
+        self.took: list[str] = []
+
+    def _look(self) -> int:
+        self.num_looks += 1
+        return self.num_free
+
+    async def take(self, run: JobRun, num_places: int, limit_s: float | None = None) -> Turn:
+        turn = await self.line.stand(run, num_places, limit_s)
+        if turn is Turn.COME:
+            self.num_free -= num_places
+            self.took.append(run.job_id)
+        return turn
+
+    async def free(self, count: int) -> None:
+        self.num_free += count
+        self.line.call_next()
+        await settled()
+
+
+def new_run(job_id: str) -> JobRun:
+    run = JobRun.begin(Delivery("jobs", 0, 7, 1, None, b"", (), 0), now_s=0.0, wall_s=1e9)
+    run.job_id = job_id
+    return run
+
+
+async def settled() -> None:
+    """Everybody who was called has looked, taken and called the next."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_with_places_free_nobody_waits() -> None:
+    queue = Queue(4)
+    waiting = queue.take(new_run("a"), 4)
+    with pytest.raises(StopIteration):
+        waiting.send(None)
+    assert queue.took == ["a"]
+    assert len(queue.line) == 0
+
+
+async def test_first_come_first_served_and_all_places_at_once() -> None:
+    queue = Queue(3)
+    async with asyncio.TaskGroup() as group:
+        for job_id, num_places in (("a", 4), ("b", 1), ("c", 2)):
+            group.create_task(queue.take(new_run(job_id), num_places))
+        await settled()
+        assert queue.took == [], "a needs 4, and nobody goes past it"
+        await queue.free(1)
+        assert queue.took == ["a"]
+        assert await queue.take(new_run("none"), 0, limit_s=0) is Turn.LATE, (
+            "newcomers stand behind the others"
+        )
+        await queue.free(3)
+        assert queue.took == ["a", "b", "c"], "one call is enough for all that fit"
+    assert queue.num_free == 0
+
+
+async def test_who_is_called_in_vain_keeps_its_place() -> None:
+    """A preempted request took the place between the call and the look."""
+    queue = Queue(0)
+    async with asyncio.TaskGroup() as group:
+        for job_id in ("a", "b"):
+            group.create_task(queue.take(new_run(job_id), 1))
+        await settled()
+        queue.num_free = 1
+        queue.line.call_next()
+        queue.num_free = 0
+        await settled()
+        assert queue.took == []
+        await queue.free(2)
+    assert queue.took == ["a", "b"]
+
+
+async def test_nobody_looks_unless_called() -> None:
+    queue = Queue(0)
+    async with asyncio.TaskGroup() as group:
+        for job_id in ("a", "b", "c"):
+            group.create_task(queue.take(new_run(job_id), 1))
+        await settled()
+        num_looks = queue.num_looks
+        await settled()
+        assert queue.num_looks == num_looks
+        queue.line.call_next()
+        await settled()
+        assert queue.num_looks == num_looks + 1, "the first only, and it is not woken for nothing"
+        await queue.free(3)
+
+
+@pytest.mark.parametrize("first_leaves", [True, False])
+async def test_leaving_is_at_once_wherever_one_stands(first_leaves: bool) -> None:
+    queue = Queue(1)
+    big, small = new_run("big"), new_run("small")
+    waits = [asyncio.create_task(queue.take(big, 2)), asyncio.create_task(queue.take(small, 1))]
+    await settled()
+    queue.line.leave(big if first_leaves else small)
+    await settled()
+    assert waits[not first_leaves].result() is Turn.LEFT
+    assert queue.took == (["small"] if first_leaves else []), "whoever is first now need not wait for a call"
+    await queue.free(2)
+    assert {wait.result() for wait in waits} == {Turn.COME, Turn.LEFT}
+    assert len(queue.line) == 0
+
+
+async def test_late_and_cancelled_jobs_make_way() -> None:
+    queue = Queue(0)
+    cancelled = asyncio.create_task(queue.take(new_run("closed"), 1))
+    await settled()
+    assert await queue.take(new_run("late"), 1, limit_s=0.01) is Turn.LATE
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    assert len(queue.line) == 0
+    await queue.free(1)
+    assert await queue.take(new_run("next"), 1) is Turn.COME
+
+
+async def test_leaving_without_standing_is_nothing() -> None:
+    queue = Queue(1)
+    run = new_run("a")
+    queue.line.leave(run)
+    assert await queue.take(run, 1) is Turn.COME
