@@ -89,6 +89,28 @@ def test_every_end_token_is_allowed_exactly_where_the_text_may_end(grammars: Gra
 
 
 # No \d: Python and llguidance count different Unicode versions' digits.
+@pytest.mark.parametrize("pattern", ["ab", "ab+", "ab?"])
+@pytest.mark.parametrize("end", sorted(EOS))
+def test_behind_an_end_only_ends_are_allowed_and_the_compiled_grammar_stays(
+    grammars: Grammars, pattern: str, end: int
+) -> None:
+    """With look-ahead such a row is planned before its token is known, whether the text could have gone on or not."""
+    seats, text = GrammarSeats(grammars), regex(pattern)
+    grammars.prepare(text)
+    compiled = grammars._templates[text].matcher
+    generated = [97, 98]
+    for _ in range(3):
+        mask = seats.mask(row(text, generated, first=len(generated) == 2))
+        again = seats.mask(row(text, generated, first=False))  # a step that is run once more
+        rebuilt = GrammarSeats(grammars).mask(row(text, generated, first=True))
+        np.testing.assert_array_equal(mask.words, again.words)
+        np.testing.assert_array_equal(mask.words, rebuilt.words)
+        assert set(ids(mask)) >= EOS
+        assert generated[-1] != end or (set(ids(mask)) == EOS and mask.is_within(EOS))
+        generated.append(end)
+    assert grammars._templates[text].matcher is compiled
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     pattern=st.sampled_from(
@@ -134,7 +156,19 @@ def test_a_seat_is_free_for_the_next_request_after_its_release(grammars: Grammar
         seats.mask(row(regex("cd"), [99], first=False, seat=1))
 
 
-@pytest.mark.parametrize("generated", [[98], [97, 97], [97, len(TOKENS) + 500], [97, -1], [SPECIAL]])
+@pytest.mark.parametrize(
+    "generated",
+    [
+        [98],
+        [97, 97],
+        [97, len(TOKENS) + 500],
+        [97, -1],
+        [SPECIAL],
+        [97, min(EOS)],
+        [97, 98, min(EOS), 97],
+        [min(EOS)],
+    ],
+)
 def test_tokens_that_break_the_grammar_are_an_error_of_that_row(
     grammars: Grammars, generated: list[int]
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema
 import orjson
 import pytest
+from llguidance import LLMatcher
 
 from kernels.deterministic import EOS_TOKEN_ID, DeterministicOptions, DeterministicRunner
 from kernels.grammar import Grammars, TokenVocabulary
@@ -79,6 +80,8 @@ CASES: list[tuple[str, Check]] = [
     (grammar({"type": "choice", "choice": CHOICES}), check_choice),
     (grammar({"type": "regex", "regex": PATTERN}), check_regex),
 ]
+BOUNDED = [text for text, check in CASES if check in (check_choice, check_regex)]
+"""Texts of these are short."""
 
 
 def specs(
@@ -256,6 +259,56 @@ def test_neighbours_of_constrained_rows_are_what_they_are_without_them(kind: Kin
     without, _ = run(load(256), plain, max_num_seqs=28)
 
     assert {spec.request_id: mixed[spec.request_id] for spec in plain} == without
+
+
+@pytest.mark.parametrize("num_lookahead_steps", [0, 1])
+def test_a_complete_text_ends_although_more_tokens_were_wished_for(
+    kind: Kind, num_lookahead_steps: int
+) -> None:
+    load, token_bytes, eos = kind
+    wanted = {key: pair for key, pair in specs(60, eos).items() if pair[0].sampling.grammar in BOUNDED}
+    wished = [
+        replace(spec, sampling=replace(spec.sampling, banned_token_ids=tuple(sorted(eos)), min_tokens=50))
+        for spec, _ in wanted.values()
+    ]
+
+    tokens, _ = run(load(256), wished, num_lookahead_steps=num_lookahead_steps)
+
+    assert len(wished) == 2 * len(BOUNDED)
+    for request_id, (_, check) in wanted.items():
+        *text, end = tokens[request_id]
+        assert end in eos
+        assert len(text) < 50
+        check(b"".join(token_bytes[token_id] for token_id in text).decode())
+
+
+@pytest.mark.parametrize("num_lookahead_steps", [0, 1])
+def test_a_grammar_that_comes_to_its_end_is_compiled_once(
+    kind: Kind, num_lookahead_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, _, eos = kind
+    text, _ = CASES[-2]
+    compiled: list[str] = []
+    compile_text = Grammars._compile
+
+    def count(self: Grammars, text: str) -> LLMatcher:
+        compiled.append(text)
+        return compile_text(self, text)
+
+    spec = RequestSpec(
+        "", (40, 41), 20, SamplingParams(seed=1, temperature=0.0, grammar=text), 0.0, stop_token_ids=eos
+    )
+    runner = load(256)
+    run(runner, [replace(spec, request_id="first")])
+    monkeypatch.setattr(Grammars, "_compile", count)
+    tokens, _ = run(
+        runner,
+        [replace(spec, request_id=f"r{i}") for i in range(8)],
+        max_num_seqs=2,
+        num_lookahead_steps=num_lookahead_steps,
+    )
+    assert all(ids[-1] in eos for ids in tokens.values())
+    assert compiled == []
 
 
 @pytest.mark.parametrize("num_lookahead_steps", [0, 1])
