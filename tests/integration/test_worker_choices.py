@@ -120,17 +120,14 @@ async def test_hazard_a_backlog_of_many_choices_is_no_reason_to_refuse_any(
 ) -> None:
     """Before the worker starts, so that its first poll brings more of them than it can have guessed."""
     service = await new_service(kafka, redis_server)
-    jobs = [
-        {"id": f"job-{number}", "prompt_token_ids": PROMPT, "max_tokens": 3, "n": 16} for number in range(12)
-    ]
-    await service.publish(jobs)
+    job_ids = [f"job-{number}" for number in range(12)]
+    job = {"prompt_token_ids": PROMPT, "max_tokens": 3, "n": 16}
+    await service.publish(job | {"id": job_id} for job_id in job_ids)
     async with running_worker(service.settings(deterministic_step_ms="1", **FULL)) as worker:
-        results = await service.wait_for_results([job["id"] for job in jobs])
-        assert num_held(worker) == 0
-    assert {job_id: result.status for job_id, result in results.items()} == {
-        job["id"]: "completed" for job in jobs
-    }
+        results = await service.wait_for_results(job_ids)
+    assert {job_id: results[job_id].status for job_id in job_ids} == dict.fromkeys(job_ids, "completed")
     assert {len(result.choices) for result in results.values()} == {16}
+    assert num_held(worker) == 0
 
 
 async def test_jobs_in_line_end_or_move_on_like_all_others(
