@@ -20,6 +20,7 @@ from service.ingest.config import KafkaConfig
 log = structlog.get_logger()
 
 DISPOSE_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 BACKOFF_S = 0.2
 
 
@@ -175,8 +176,9 @@ class ResultProducer:
         )
 
     async def _connect(self, producer: AIOKafkaProducer) -> None:
-        # start() asks for a producer id again and again, without an end of its own.
-        async with asyncio.timeout(self._config.ack_timeout_s):
+        # start() asks for a producer id again and again, without an end of its own. Not cut short on a slow machine:
+        # aiokafka loses sight of the connection that it bootstraps over when that is cancelled.
+        async with asyncio.timeout(max(CONNECT_TIMEOUT_S, self._config.ack_timeout_s)):
             await producer.start()
 
     async def _unless_stopped(self, awaitable: Any) -> None:
