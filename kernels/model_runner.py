@@ -15,7 +15,7 @@ from kernels.plan_buffers import PlanBuffers
 from kernels.runner import FinishedStep, PendingStep
 from kernels.running_step import PendingSample, RunningStep
 from kernels.sampling import Sampler
-from scheduler.plan import SamplingParams, ScheduledRow, StepPlan, StepResult
+from scheduler.plan import ScheduledRow, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +189,10 @@ class ModelRunner:
 
     def _with_histories(self, rows: Sequence[ScheduledRow]) -> list[ScheduledRow]:
         """Masks are made on the host, so a grammar waits for the step before; the forward pass is under way by then."""
-        pending = [row for row in rows if row.is_pending and _params(row).needs_history]
-        if self._latest is not None and any(_params(row).grammar is not None for row in pending):
+        pending = [row for row in rows if row.is_pending and row.params.needs_history]
+        if self._latest is not None and any(row.params.grammar is not None for row in pending):
             self._latest.wait()
-        return [self._last_tokens.known(row) if _params(row).needs_history else row for row in rows]
+        return [self._last_tokens.known(row) if row.params.needs_history else row for row in rows]
 
     def _silence_unknown_tokens(
         self, rows: Sequence[ScheduledRow], batch: ForwardBatch, pending: Mapping[int, int]
@@ -214,10 +214,3 @@ class ModelRunner:
             for token_id in row.token_ids
             if not 0 <= token_id < self.vocab_size
         }
-
-
-def _params(row: ScheduledRow) -> SamplingParams:
-    assert row.sampling is not None, (
-        f"request {row.request_id}: a row that samples nothing reached the sampler"
-    )
-    return row.sampling

@@ -71,6 +71,17 @@ class ScheduledRow:
         return self.num_computed_tokens + len(self.token_ids)
 
     @property
+    def params(self) -> SamplingParams:
+        """Of a row that samples."""
+        assert self.sampling is not None, f"request {self.request_id}: this row samples nothing"
+        return self.sampling
+
+    @property
+    def is_banning(self) -> bool:
+        """Too few tokens were generated for one of the banned ids to come."""
+        return bool(self.params.banned_token_ids) and self.num_generated_tokens < self.params.min_tokens
+
+    @property
     def is_pending(self) -> bool:
         """Its one token is still being sampled. A prompt may contain the same number, and that is the job's error."""
         return self.token_ids == _PENDING and self.num_generated_tokens > 0 and self.sampling is not None

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.ops.sampling.gpu import Allowed, Bias, Histories, Penalties, SampleInputs, SeatCounts
-from scheduler.plan import SamplingParams, ScheduledRow
+from scheduler.plan import ScheduledRow
 
 GREEDY_BELOW = 1e-5
 """Smaller temperatures are taken as 0: dividing by them overflows."""
@@ -31,30 +31,18 @@ class RowParams:
 
 def row_error(row: ScheduledRow, vocab_size: int) -> str | None:
     """Why the row cannot be sampled: an id that would be written to, outside of the vocabulary."""
-    params = row_params_of(row)
+    params = row.params
     error = _outside("logit_bias", (token_id for token_id, _ in params.logit_bias), vocab_size)
     if error is None and params.has_penalties and row.history is not None:
         error = _outside("history", (*row.history[0], *row.history[1]), vocab_size)
     return error
 
 
-def row_params_of(row: ScheduledRow) -> SamplingParams:
-    assert row.sampling is not None, (
-        f"request {row.request_id}: a row that samples nothing reached the sampler"
-    )
-    return row.sampling
-
-
-def is_banning(row: ScheduledRow) -> bool:
-    params = row_params_of(row)
-    return bool(params.banned_token_ids) and row.num_generated_tokens < params.min_tokens
-
-
 def prepare(row: ScheduledRow, vocab_size: int, error: str | None) -> RowParams:
     """A row that fails anyway goes along without what made it fail."""
-    params = row_params_of(row)
+    params = row.params
     bias = dict(params.logit_bias) if error is None else {}
-    if params.grammar is None and is_banning(row):  # a grammar's mask takes the bans in
+    if params.grammar is None and row.is_banning:  # a grammar's mask takes the bans in
         bias |= {token_id: -torch.inf for token_id in params.banned_token_ids if 0 <= token_id < vocab_size}
     has_penalties = params.has_penalties and error is None
     return RowParams(

@@ -7,7 +7,6 @@ import numpy.typing as npt
 import torch
 
 from kernels.gpu.results import Fetched
-from kernels.gpu.sample_rows import row_params_of
 from kernels.ops.sampling.gpu import STATUS_OK, Sampled
 from kernels.ops.sampling.gpu_kernel import STATUS_BAD_LOGITS
 from scheduler.plan import RowResult, ScheduledRow, TokenLogprobs
@@ -21,11 +20,11 @@ _NO_TOKEN = "every token is excluded by logit_bias and banned tokens"
 
 def wanting_logprobs(rows: Sequence[ScheduledRow]) -> list[int]:
     """Indices of the rows that asked for log-probabilities."""
-    return [idx for idx, row in enumerate(rows) if row_params_of(row).num_logprobs is not None]
+    return [idx for idx, row in enumerate(rows) if row.params.num_logprobs is not None]
 
 
 def _num_top(rows: Sequence[ScheduledRow], vocab_size: int) -> int:
-    return min(max(_NUM_TOP, *(row_params_of(row).num_logprobs or 0 for row in rows)), vocab_size)
+    return min(max(_NUM_TOP, *(row.params.num_logprobs or 0 for row in rows)), vocab_size)
 
 
 def pack(
@@ -79,7 +78,7 @@ class SampledRows:
 
 def _listed(row: ScheduledRow, chosen: npt.NDArray[np.int32], top: npt.NDArray[np.int32]) -> TokenLogprobs:
     """`top` [2, n] are values and ids."""
-    count = row_params_of(row).num_logprobs or 0
+    count = row.params.num_logprobs or 0
     values = top[0].view(np.float32).tolist()
     ordered = sorted(zip(top[1].tolist(), values, strict=True), key=lambda pair: (-pair[1], pair[0]))
     return TokenLogprobs(float(chosen.view(np.float32)[0]), tuple(ordered[:count]))

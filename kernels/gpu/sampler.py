@@ -10,11 +10,9 @@ import torch
 from kernels.gpu.results import ResultBuffers
 from kernels.gpu.sample_rows import (
     host_tensors,
-    is_banning,
     mask_tensors,
     prepare,
     row_error,
-    row_params_of,
     sample_inputs,
 )
 from kernels.gpu.sampled_rows import SampledRows, pack, wanting_logprobs
@@ -108,7 +106,7 @@ class GpuSampler:
         """By index of the rows that have a grammar; or why there is none, into `errors`."""
         masks = {}
         for idx, row in enumerate(rows):
-            params = row_params_of(row)
+            params = row.params
             if params.grammar is None or errors[idx] is not None:
                 continue
             try:
@@ -118,7 +116,7 @@ class GpuSampler:
                 continue
             masks[idx] = mask.words
             # A complete text can only end, however many tokens were wished for.
-            if is_banning(row) and not mask.is_within(params.banned_token_ids):
+            if row.is_banning and not mask.is_within(params.banned_token_ids):
                 masks[idx] = _without(mask.words, params.banned_token_ids, self._vocab_size)
         return masks
 

@@ -101,7 +101,7 @@ class Sampler:
         ]
 
     def _seat(self, row: ScheduledRow) -> Seat:
-        params = _params(row)
+        params = row.params
         seat = self._seats.get(row.seat)
         if (
             seat is None
@@ -135,7 +135,7 @@ class Sampler:
     ) -> dict[int, TokenLogprobs]:
         """By index into the group, for the rows that asked."""
         wanted = [
-            (i, count) for i, row in enumerate(chosen) if (count := _params(row).num_logprobs) is not None
+            (i, count) for i, row in enumerate(chosen) if (count := row.params.num_logprobs) is not None
         ]
         if not wanted:
             return {}
@@ -147,26 +147,15 @@ class Sampler:
         return dict(zip(indices, found, strict=True))
 
 
-def _params(row: ScheduledRow) -> SamplingParams:
-    assert row.sampling is not None, (
-        f"request {row.request_id}: a row that samples nothing reached the sampler"
-    )
-    return row.sampling
-
-
-def _is_banning(row: ScheduledRow, params: SamplingParams) -> bool:
-    return bool(params.banned_token_ids) and row.num_generated_tokens < params.min_tokens
-
-
 def _is_plain_greedy(row: ScheduledRow) -> bool:
     """The argmax of the raw logits is all there is to it."""
-    params = _params(row)
+    params = row.params
     return (
         params.temperature < GREEDY_BELOW
         and params.num_logprobs is None
         and not params.logit_bias
         and not params.needs_history
-        and not _is_banning(row, params)
+        and not row.is_banning
     )
 
 
@@ -182,8 +171,8 @@ class _Rule:
 
 
 def _rule(grammar_seats: GrammarSeats, row: ScheduledRow, seat: Seat) -> _Rule:
-    params = _params(row)
-    bans = _is_banning(row, params)
+    params = row.params
+    bans = row.is_banning
     if params.grammar is None or seat.error is not None:
         return _Rule(bans, error=seat.error)
     try:
@@ -210,7 +199,7 @@ def _choose(
         rule.error or (None if possible else _NO_TOKEN)
         for rule, possible in zip(rules, np.isfinite(best).tolist(), strict=True)
     ]
-    drawn = [i for i, row in enumerate(rows) if not errors[i] and _params(row).temperature >= GREEDY_BELOW]
+    drawn = [i for i, row in enumerate(rows) if not errors[i] and row.params.temperature >= GREEDY_BELOW]
     if drawn:
         picked = logits if len(drawn) == len(rows) else logits[torch.tensor(drawn)]
         token_ids[drawn] = draw(picked, best[drawn], _draw_params([rows[i] for i in drawn]))
@@ -218,7 +207,7 @@ def _choose(
 
 
 def _draw_params(rows: Sequence[ScheduledRow]) -> DrawParams:
-    params = [_params(row) for row in rows]
+    params = [row.params for row in rows]
     return DrawParams(
         temperature=np.array([p.temperature for p in params], dtype=np.float64),
         top_k=np.array([p.top_k for p in params], dtype=np.int64),

@@ -10,8 +10,8 @@ from scheduler.config import ClassTargets, Policy, SchedulerConfig
 from scheduler.plan import PENDING_TOKEN, SamplingParams
 from scheduler.request import Request
 from scheduler.spec import FinishReason, RequestSpec, ServiceClass
-from scheduler.state import State
 from scheduler.virtual import VirtualRequest, run_virtual
+from tests.scheduler.controls import frees_blocks_still_being_written
 from tests.scheduler.driving import STOP, Driver, make_config, make_spec, ready_model, undisturbed_output
 
 
@@ -136,16 +136,7 @@ def test_hazard_async_scheduling_frees_blocks_still_being_written() -> None:
 
 
 def test_control_blocks_freed_at_the_end_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    end = State.end
-
-    def end_and_free(self: State, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        table = request.block_table
-        end(self, request, reason, error)
-        if request.num_in_flight:
-            request.block_table = ()
-            self.pool.release(table)
-
-    monkeypatch.setattr(State, "end", end_and_free)
+    frees_blocks_still_being_written(monkeypatch)
     with pytest.raises(AssertionError, match="blocks still being written are free"):
         stopped_with_a_step_out()
 

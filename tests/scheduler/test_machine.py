@@ -25,6 +25,7 @@ from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from scheduler.spec import FinishReason, RequestSpec, ServiceClass
 from scheduler.state import State
+from tests.scheduler.controls import frees_blocks_still_being_written
 from tests.scheduler.driving import STOP, Driver, ready_model, undisturbed_output
 
 QUICK = settings(
@@ -294,19 +295,6 @@ def forgets_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plans_past_max_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Request, "can_decode", property(lambda self: self.num_missing_tokens == 1))
-
-
-def frees_blocks_still_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    end = State.end
-
-    def end_and_free(self: State, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        table = request.block_table
-        end(self, request, reason, error)
-        if request.num_in_flight:
-            request.block_table = ()
-            self.pool.release(table)
-
-    monkeypatch.setattr(State, "end", end_and_free)
 
 
 def preempts_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,9 +70,10 @@ def text_of(generated: list[int]) -> str:
     return b"".join(TOKENS[token_id] for token_id in generated).decode()
 
 
+# No \d: Python and llguidance count different Unicode versions' digits.
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize(
-    "pattern", [r"[a-h]{3,9}", r"(a1|b2|c3 ){1,4}", r"\d{4}-\d\d-\d\d", r"(é|日)+x{2}", r"a*"]
+    "pattern", [r"[a-h]{3,9}", r"(a1|b2|c3 ){1,4}", r"[0-9]{4}-[0-9]{2}-[0-9]{2}", r"(é|日)+x{2}", r"a*"]
 )
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**64 - 1))
