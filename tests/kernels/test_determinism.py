@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.ops.cpu.jit import cpu_kernels_supported
+from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.ops.linear.packing import pack_linear
 from tests.kernels.determinism import Circumstances, Load, Logits, Served, load, serve
 from tests.kernels.tiny import make_model, save

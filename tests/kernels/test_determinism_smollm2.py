@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kernels.errors import ModelNotFoundError
-from kernels.ops.cpu.jit import cpu_kernels_supported
+from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.registry import resolve_model
 from tests.kernels.determinism import Circumstances, Load, Served, load, serve
 

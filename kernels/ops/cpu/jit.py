@@ -14,10 +14,11 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import llvmlite.binding as llvm
 import numba as _numba
 from llvmlite import ir
 from numba.extending import intrinsic as numba_intrinsic
+
+from kernels.ops.cpu.product import bf16_product
 
 numba: Any = _numba
 types: Any = numba.types
@@ -30,14 +31,6 @@ Float = Any
 _FAST_MATH = {"reassoc", "nsz", "arcp", "contract"}
 _OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": _FAST_MATH, "error_model": "numpy"}
 _KEPT_VERSIONS = 8
-_NEEDED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512vnni")
-
-
-@cache
-def cpu_kernels_supported() -> bool:
-    """Whether this processor has the bfloat16 and int8 dot products, and Numba may compile."""
-    features = llvm.get_host_cpu_features()
-    return os.environ.get("NUMBA_DISABLE_JIT", "0") == "0" and all(features.get(name) for name in _NEEDED)
 
 
 class Unit:
@@ -114,11 +107,11 @@ def _sources_digest() -> str:
 def use_cache_folder() -> bool:
     """Whether there is one; without, every process compiles for itself."""
     # Numba looks only at the unit's own file when it decides whether a cached kernel is stale, so
-    # the folder's name is a hash of all kernel sources.
+    # the folder's name is a hash of all kernel sources and says which product they were compiled for.
     if numba.config.CACHE_DIR:
         return True
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    name = f"kernels-{_sources_digest()}"
+    name = f"kernels-{_sources_digest()}-{bf16_product()}"
     for folder in (base / "tailrace", Path(tempfile.gettempdir()) / f"tailrace-{os.getuid()}"):
         if _is_ours_to_write(folder / name):
             numba.config.CACHE_DIR = str(folder / name)

@@ -15,6 +15,7 @@ from pathlib import Path
 import llvmlite.binding as llvm
 
 from kernels.ops.cpu.jit import Unit, numba, use_cache_folder
+from kernels.ops.cpu.product import bf16_product
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 600.0
@@ -22,11 +23,13 @@ TIMEOUT_S = 600.0
 _CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
+from kernels.ops.cpu.product import Product, choose_product
+choose_product(Product(sys.argv[3]))
 from kernels.ops.cpu.jit import numba
 numba.config.CACHE_DIR = sys.argv[2]
 import importlib
-for name in sys.argv[4:]:
-    getattr(importlib.import_module(sys.argv[3]), name).address
+for name in sys.argv[5:]:
+    getattr(importlib.import_module(sys.argv[4]), name).address
 """
 
 
@@ -39,7 +42,7 @@ def precompile(module: str, units: Sequence[Unit]) -> None:
     if marker.exists():
         return
     names = [unit.name for unit in units]
-    command = [sys.executable, "-c", _CHILD, str(ROOT), str(folder), module, *names]
+    command = [sys.executable, "-c", _CHILD, str(ROOT), str(folder), bf16_product(), module, *names]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False
@@ -53,5 +56,6 @@ def precompile(module: str, units: Sequence[Unit]) -> None:
 def _fingerprint(units: Sequence[Unit]) -> str:
     """Of what Numba's index asks about: each source and when it was written, the compiler and the processor."""
     sources = [(unit.name, unit.source, unit.source.stat().st_mtime_ns) for unit in units]
-    facts = (sources, numba.__version__, platform.python_version(), llvm.get_host_cpu_name())
+    target = (numba.config.CPU_NAME or llvm.get_host_cpu_name(), numba.config.CPU_FEATURES)
+    facts = (sources, numba.__version__, platform.python_version(), target)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

@@ -2,19 +2,22 @@
 
 The right-hand matrix lies in panels [k / pack, columns, pack], pack = 2 bfloat16 or 4 int8 per 32-bit lane, so one
 AVX-512 dot-product instruction does 16 columns × pack multiplications. 12 × 2 accumulators fill the register file
-and hide the instruction's latency; measured, the loop runs at the units' full rate.
+and hide the instruction's latency; measured, the loop runs at the units' full rate. Where float32 multiplications are
+quicker than dot products of bfloat16 (see Product), each lane of the same panels is taken apart in registers.
 """
 
-# ruff: noqa: ARG001 -- Numba fixes the arguments of an intrinsic and of its generator
 from typing import Any
 
 from llvmlite import ir
 
 from kernels.ops.cpu.intrinsics import F32, I32, I64
-from kernels.ops.cpu.jit import device, intrinsic, types
-from kernels.ops.cpu.vectors import FLOATS, INTS, LANES, BFloat, number, prefetch_line, spread
+from kernels.ops.cpu.jit import device
+from kernels.ops.cpu.product import Product
+from kernels.ops.cpu.vectors import FLOATS, INTS, LANES, BFloat, fma, number, prefetch_line, spread
 
 HEIGHTS = (1, 2, 3, 4, 6, 12)
+PANEL = 32
+"""Columns of a full tile."""
 MOST_INT8 = 6
 """An int8 tile holds a second, float32 set of accumulators."""
 
@@ -39,23 +42,15 @@ _PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 class Tile:
     """Emits one tile of fixed size into a function under construction."""
 
-    def __init__(self, builder: Any, rows: int, vectors: int, integer: bool) -> None:
+    def __init__(self, builder: Any, rows: int, vectors: int, product: Product) -> None:
         self.builder = builder
         self.rows, self.vectors = rows, vectors
-        self.integer = integer
-        self.accumulator = INTS if integer else FLOATS
-        operand = INTS if integer else _PAIRS
-        name = "llvm.x86.avx512.vpdpbusd.512" if integer else "llvm.x86.avx512bf16.dpbf16ps.512"
-        self.dot = builder.module.declare_intrinsic(
-            name, (), ir.FunctionType(self.accumulator, [self.accumulator, operand, operand])
-        )
+        self.product = product
+        self.accumulator = INTS if product is Product.INT8 else FLOATS
 
     def at(self, base: Any, row: int, stride: Any, vector: int, kind: Any) -> Any:
         offset = self.builder.add(self.builder.mul(stride, number(row)), number(64 * vector))
         return self.builder.inttoptr(self.builder.add(base, offset), kind.as_pointer())
-
-    def _operand(self, lanes: Any) -> Any:
-        return lanes if self.integer else self.builder.bitcast(lanes, _PAIRS)
 
     def broadcast(self, address: Any, kind: Any, vector: Any) -> Any:
         scalar = self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=4)
@@ -86,19 +81,12 @@ class Tile:
         sums = {cell: builder.phi(self.accumulator) for cell in self.cells()}
         row_b = builder.add(b, builder.mul(step, ldb))
         weights = [
-            self._operand(builder.load(self.at(row_b, 0, ldb, vector, INTS), align=64))
-            for vector in range(self.vectors)
+            builder.load(self.at(row_b, 0, ldb, vector, INTS), align=64) for vector in range(self.vectors)
         ]
         if ahead is not None:
             for vector in range(self.vectors):
                 prefetch_line(builder, builder.add(builder.add(row_b, ahead), number(64 * vector)))
-        column_a = builder.add(a, builder.shl(step, number(2)))
-        result = {}
-        for row in range(self.rows):
-            address = builder.add(column_a, builder.mul(lda, number(row)))
-            value = self._operand(self.broadcast(address, I32, INTS))
-            for vector in range(self.vectors):
-                result[row, vector] = builder.call(self.dot, [sums[row, vector], value, weights[vector]])
+        result = self.add_products(self.column_of(a, step), lda, weights, sums)
         following = builder.add(step, number(1))
         builder.cbranch(builder.icmp_signed("<", following, steps), body, after)
         step.add_incoming(number(0), before)
@@ -109,12 +97,53 @@ class Tile:
         builder.position_at_end(after)
         return result
 
+    def column_of(self, a: Any, step: Any) -> Any:
+        """Address of what a step reads of the first row."""
+        return self.builder.add(a, self.builder.shl(step, number(3 if self.product is Product.FMA else 2)))
+
+    def add_products(self, a: Any, lda: Any, weights: list[Any], sums: dict[Any, Any]) -> dict[Any, Any]:
+        """sums[row, vector] plus the products of one step: weights are INTS, the rows' columns begin at `a`."""
+        return (self._add_widened if self.product is Product.FMA else self._add_dots)(a, lda, weights, sums)
+
+    def _add_dots(self, a: Any, lda: Any, weights: list[Any], sums: dict[Any, Any]) -> dict[Any, Any]:
+        """By dot products of the lanes' pairs or fours."""
+        builder, integer = self.builder, self.product is Product.INT8
+        operand = INTS if integer else _PAIRS
+        dot = builder.module.declare_intrinsic(
+            "llvm.x86.avx512.vpdpbusd.512" if integer else "llvm.x86.avx512bf16.dpbf16ps.512",
+            (),
+            ir.FunctionType(self.accumulator, [self.accumulator, operand, operand]),
+        )
+        weights = [builder.bitcast(lanes, operand) for lanes in weights]
+        result = {}
+        for row in range(self.rows):
+            address = builder.add(a, builder.mul(lda, number(row)))
+            value = builder.bitcast(self.broadcast(address, I32, INTS), operand)
+            for vector in range(self.vectors):
+                result[row, vector] = builder.call(dot, [sums[row, vector], value, weights[vector]])
+        return result
+
+    def _add_widened(self, a: Any, lda: Any, weights: list[Any], sums: dict[Any, Any]) -> dict[Any, Any]:
+        """Pairs of bfloat16 with two float32 of each row: first the even input's products, then the odd one's."""
+        builder = self.builder
+        even = [builder.shl(lanes, ir.Constant(INTS, [16] * LANES)) for lanes in weights]
+        odd = [builder.and_(lanes, ir.Constant(INTS, [0xFFFF0000] * LANES)) for lanes in weights]
+        for offset, half in ((0, even), (4, odd)):
+            right = [builder.bitcast(lanes, FLOATS) for lanes in half]
+            following = {}
+            for row in range(self.rows):
+                address = builder.add(builder.add(a, builder.mul(lda, number(row))), number(offset))
+                left = self.broadcast(address, F32, FLOATS)
+                for vector in range(self.vectors):
+                    following[row, vector] = fma(builder, left, right[vector], sums[row, vector])
+            sums = following
+        return sums
+
     def group_loop(
         self, a: Any, lda: Any, b: Any, steps: Any, groups: Any, offsets: Any, scales: Any, ahead: Any
     ) -> dict[Any, Any]:
         """Float sums over groups, each an integer loop of its own; leaves the builder behind the loop."""
         builder = self.builder
-        fma = builder.module.declare_intrinsic("llvm.fma.v16f32", (), ir.FunctionType(FLOATS, [FLOATS] * 3))
         before = builder.block
         body, after = (
             builder.function.append_basic_block("group"),
@@ -142,7 +171,7 @@ class Tile:
             factor = self.broadcast(builder.add(column, builder.mul(stride, number(row))), F32, FLOATS)
             for vector in range(self.vectors):
                 value = builder.sitofp(sums[row, vector], FLOATS)
-                result[row, vector] = builder.call(fma, [value, factor, total[row, vector]])
+                result[row, vector] = fma(builder, value, factor, total[row, vector])
         following = builder.add(group, number(1))
         end = builder.block
         builder.cbranch(builder.icmp_signed("<", following, groups), body, after)
@@ -192,85 +221,3 @@ def for_each_height(builder: Any, rows: Any, emit: Any, most: int = HEIGHTS[-1])
         emit(height)
         builder.branch(end)
     builder.position_at_end(end)
-
-
-def _bf16_tile(vectors: int, fetching: bool) -> Any:
-    @intrinsic
-    def tile(
-        typing_context: Any,
-        rows: Any,
-        a: Any,
-        lda: Any,
-        b: Any,
-        ldb: Any,
-        steps: Any,
-        c: Any,
-        ldc: Any,
-        add: Any,
-        ahead: Any,
-    ) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            rows, a, lda, b, ldb, steps, c, ldc, add, ahead = arguments
-
-            def emit(height: int) -> None:
-                tile = Tile(builder, height, vectors, integer=False)
-                tile.store(
-                    c,
-                    ldc,
-                    tile.loop(
-                        a, lda, b, ldb, steps, tile.load_or_zero(c, ldc, add), ahead if fetching else None
-                    ),
-                )
-
-            for_each_height(builder, rows, emit)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 10), generate
-
-    return tile
-
-
-bf16_tile_32 = _bf16_tile(2, fetching=False)
-fetching_tile_16, fetching_tile_32 = _bf16_tile(1, fetching=True), _bf16_tile(2, fetching=True)
-"""c[rows, 32] (+)= a[rows, 2 * steps] · b: arguments (rows, a, lda, b, ldb, steps, c, ldc, add), strides in bytes.
-
-a is bfloat16, 4-byte aligned; b bfloat16 pairs and c float32, 64-byte aligned; steps > 0;
-rows is one of HEIGHTS, `add` 0 or 1.
-"""
-
-
-@intrinsic
-def int8_tile_32(
-    typing_context: Any,
-    rows: Any,
-    a: Any,
-    lda: Any,
-    b: Any,
-    steps: Any,
-    groups: Any,
-    offsets: Any,
-    scales: Any,
-    gain: Any,
-    c: Any,
-    ldc: Any,
-    ahead: Any,
-) -> Any:
-    """c[rows, 32] = gain[32] · Σ over groups of scales[row, group] · (a[rows, group] · b[group] + offsets[group, 32]).
-
-    a is uint8 [rows, groups, 4 * steps], b int8 in fours, offsets int32, scales [rows, groups], gain and c float32;
-    rows is one of HEIGHTS up to MOST_INT8.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        rows, a, lda, b, steps, groups, offsets, scales, gain, c, ldc, ahead = arguments
-
-        def emit(height: int) -> None:
-            tile = Tile(builder, height, 2, integer=True)
-            total = tile.group_loop(a, lda, b, steps, groups, offsets, scales, ahead)
-            gains = tile.vectors_at(gain, FLOATS)
-            tile.store(c, ldc, {cell: builder.fmul(total[cell], gains[cell[1]]) for cell in tile.cells()})
-
-        for_each_height(builder, rows, emit, MOST_INT8)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 12), generate

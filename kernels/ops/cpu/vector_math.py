@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from kernels.ops.cpu.features import processor_features
 from kernels.ops.cpu.intrinsics import I16, float_of
 from kernels.ops.cpu.jit import Float, device, intrinsic, types
-from kernels.ops.cpu.vectors import BFloat
+from kernels.ops.cpu.vectors import BFloat, rounded_bits
 
 
 @intrinsic
@@ -15,6 +16,9 @@ def to_bf16(typing_context: Any, x: Any) -> Any:
     """The bits of a float32 rounded to bfloat16, to nearest even."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if "avx512bf16" not in processor_features():
+            # LLVM would call a function of a library that is not there.
+            return builder.trunc(rounded_bits(builder, arguments[0]), I16)
         return builder.bitcast(builder.fptrunc(arguments[0], BFloat()), I16)
 
     return types.uint16(types.float32), generate

@@ -9,6 +9,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from kernels.ops.cpu.features import processor_features
 from kernels.ops.cpu.intrinsics import F32, I8, I16, I32, I64
 
 LANES = 16
@@ -110,11 +111,29 @@ def exp2(builder: Any, x: Any, terms: int = 5) -> Any:
 
 def to_bf16(builder: Any, lanes: Any) -> Any:
     """16 bfloat16, rounded to nearest even, as 256 bits."""
+    if "avx512bf16" not in processor_features():
+        return builder.trunc(rounded_bits(builder, lanes), ir.VectorType(I16, LANES))
     half = ir.VectorType(BFloat(), LANES)
     function = builder.module.declare_intrinsic(
         "llvm.x86.avx512bf16.cvtneps2bf16.512", (), ir.FunctionType(half, [FLOATS])
     )
     return builder.bitcast(builder.call(function, [lanes]), ir.VectorType(I16, LANES))
+
+
+def rounded_bits(builder: Any, values: Any) -> Any:
+    """Bits of float32 (one or FLOATS) rounded to bfloat16, in the lower half of as many int32. A NaN stays one."""
+    whole = I32 if values.type == F32 else INTS
+
+    def constant(value: int) -> Any:
+        return ir.Constant(whole, value if whole == I32 else [value] * LANES)
+
+    bits = builder.bitcast(values, whole)
+    high = builder.lshr(bits, constant(16))
+    # Half a unit of the last place that stays; a tie goes up only from an odd one.
+    half = builder.add(builder.and_(high, constant(1)), constant(0x7FFF))
+    rounded = builder.lshr(builder.add(bits, half), constant(16))
+    quiet = builder.or_(high, constant(0x40))
+    return builder.select(builder.fcmp_unordered("uno", values, values), quiet, rounded)
 
 
 def counted_loop(

@@ -7,8 +7,11 @@ import torch
 
 from kernels.ops.cpu.intrinsics import f32, i64, u16
 from kernels.ops.cpu.jit import device, unit
+from kernels.ops.cpu.product import Product, bf16_product
 from kernels.ops.cpu.tasks import done, draw, lone_phase, wait
-from kernels.ops.cpu.tile import HEIGHTS, MOST_INT8, fetching_tile_32, int8_tile_32, next_height
+from kernels.ops.cpu.tile import HEIGHTS, MOST_INT8, next_height
+from kernels.ops.cpu.tiles import fetching_tile_32, int8_tile_32, left_size
+from kernels.ops.cpu.vector_math import from_bf16
 from kernels.ops.linear.cpu_finish import add_32, silu_mul_16, store_32
 from kernels.ops.linear.packing import PackedLinear
 from kernels.ops.rms_norm.cpu import quantize
@@ -28,8 +31,12 @@ _MANY_TILES = 64
 _AHEAD = 4096
 """How far in front of the weights that are being read the next are asked for; panels follow each other in memory."""
 _TILE_ROW_BYTES = 128
-TILE_BYTES = HEIGHTS[-1] * _TILE_ROW_BYTES
-"""Scratch of a thread."""
+_TILE_BYTES = HEIGHTS[-1] * _TILE_ROW_BYTES
+
+
+def scratch_bytes(num_inputs: int) -> int:
+    """Of a thread: a tile's results, and its rows in float32 where the tile reads them so."""
+    return _TILE_BYTES + (HEIGHTS[-1] * num_inputs * 4 if bf16_product() is Product.FMA else 0)
 
 
 def describe(linear: PackedLinear) -> tuple[int, ...]:
@@ -68,6 +75,15 @@ def _product(linear: int, panel: int, rows: int, a: int, lda: int, a_scales: int
             y = f32(tile + row * _TILE_ROW_BYTES)
             for column in range(32):
                 y[column] += bias[column]
+
+
+@device
+def _widen(rows: int, a: int, lda: int, k: int, wide: int) -> None:
+    """float32 wide[rows, k] from bfloat16 rows."""
+    for row in range(rows):
+        half, value = u16(a + row * lda), f32(wide + row * k * 4)
+        for i in range(k):
+            value[i] = from_bf16(half[i])
 
 
 @device
@@ -111,7 +127,7 @@ def linear_phase(
 ) -> None:
     """One shared phase: out[rows, …] from a[rows, num_inputs] (bfloat16, or uint8 with its scales)."""
     field = i64(linear)
-    num_outputs = field[_NUM_OUTPUTS]
+    k, num_outputs = field[NUM_INPUTS], field[_NUM_OUTPUTS]
     num_panels = field[_NUM_PANELS]
     passes = max(1, (rows * lda + _PASS_BYTES - 1) // _PASS_BYTES)
     rows_per_pass = ((rows + passes - 1) // passes + HEIGHTS[-1] - 1) // HEIGHTS[-1] * HEIGHTS[-1]
@@ -134,8 +150,14 @@ def linear_phase(
         end = min(row + _MAX_ROWS_PER_TILE, last)
         while row < end:
             height = next_height(end - row, most)
+            left, stride = a + row * lda, lda
+            if field[_SCALES] == 0 and left_size() == 4:
+                # Once for all panels of this tile, and again for the next ones: a twentieth of their product, while
+                # rows kept in float32 would be twice as much to read for every panel.
+                left, stride = scratch + _TILE_BYTES, k * 4
+                _widen(height, a + row * lda, lda, k, left)
             for panel in range(first_panel, last_panel):
-                _product(linear, panel, height, a + row * lda, lda, a_scales + row * scale_stride, scratch)
+                _product(linear, panel, height, left, stride, a_scales + row * scale_stride, scratch)
                 _finish(mode, scratch, height, panel, num_outputs, out + row * ldo, ldo)
             row += height
         done(phase, num_tiles)
@@ -161,7 +183,7 @@ def prepare_linear(x: torch.Tensor, packed: PackedLinear, mode: int = STORE) -> 
     else:
         out = torch.empty(x.shape[0], packed.num_outputs, dtype=torch.float32)
     description = torch.tensor(describe(packed), dtype=torch.int64)
-    scratch, phase = torch.empty(TILE_BYTES, dtype=torch.uint8), lone_phase()
+    scratch, phase = torch.empty(scratch_bytes(packed.num_inputs), dtype=torch.uint8), lone_phase()
 
     def run() -> torch.Tensor:
         phase.zero_()

@@ -7,8 +7,11 @@ round as on one.
 
 import numpy as np
 
-from kernels.ops.cpu.intrinsics import i32, u16
+from kernels.ops.cpu.intrinsics import f32, i32, u16
 from kernels.ops.cpu.jit import device, unit
+from kernels.ops.cpu.product import left_bytes
+from kernels.ops.cpu.tiles import left_size
+from kernels.ops.cpu.vector_math import from_bf16
 from kernels.ops.paged_attention.cpu_softmax import finish_row, merge_row
 from kernels.ops.paged_attention.cpu_span import SEGMENT, STRIP_BYTES, attend_span, part_bytes, part_fields
 
@@ -27,7 +30,7 @@ def span_tokens(block_size: int) -> int:
 def scratch_bytes(group: int, head_dim: int) -> int:
     """Per thread: queries, scores and weights of a strip, the span's output and the output before it."""
     rows = (max(MAX_QUERIES, group) + 1) // 2 * 2
-    return rows * head_dim * 2 + STRIP_BYTES + 2 * int(part_bytes.py_func(rows, head_dim)) + 64
+    return rows * head_dim * left_bytes() + STRIP_BYTES + 2 * int(part_bytes.py_func(rows, head_dim)) + 64
 
 
 @device
@@ -59,9 +62,15 @@ def _finish(rows: int, group: int, head_dim: int, output: int, out: int, out_str
 @device
 def _pack_queries(query: int, stride: int, num_tokens: int, width: int, packed: int) -> None:
     for token in range(num_tokens):
-        source, target = u16(query + token * stride), u16(packed + token * width * 2)
-        for i in range(width):
-            target[i] = source[i]
+        source, target = u16(query + token * stride), packed + token * width * left_size()
+        if left_size() == 4:
+            wide = f32(target)
+            for i in range(width):
+                wide[i] = from_bf16(source[i])
+        else:
+            half = u16(target)
+            for i in range(width):
+                half[i] = source[i]
 
 
 @unit
@@ -94,7 +103,7 @@ def attend(
     rows = num_tokens * group
     room = (max(MAX_QUERIES, group) + 1) // 2 * 2
     stride = part_bytes(rows, head_dim)
-    scores = scratch + room * head_dim * 2
+    scores = scratch + room * head_dim * left_size()
     own = scores + STRIP_BYTES
     head_bytes = head_dim * block_size * 2
     span_keys = span_tokens(block_size)

@@ -7,6 +7,7 @@ from llvmlite import ir
 
 from kernels.ops.cpu.intrinsics import F32, I32
 from kernels.ops.cpu.jit import intrinsic, types
+from kernels.ops.cpu.product import Product, bf16_product, left_bytes
 from kernels.ops.cpu.vectors import (
     FLOATS,
     LANES,
@@ -69,9 +70,10 @@ def update_peaks(typing_context: Any, found: Any, scale: Any, peaks: Any, factor
 def weigh_row(
     typing_context: Any, scores: Any, count: Any, scale: Any, peak: Any, factor: Any, weights: Any, sums: Any
 ) -> Any:
-    """bfloat16 weights[count] = 2^(scores * scale - peak); float32 sums[16] = sums * factor + weights, lane by lane.
+    """weights[count] = 2^(scores * scale - peak); float32 sums[16] = sums * factor + weights, lane by lane.
 
-    count is a positive multiple of 16; scores and sums are 64-byte aligned, weights 32. A masked score is -infinity.
+    Weights are what the tile reads, bfloat16 or float32 (see left_size). count is a positive multiple of 16; scores and
+    sums are 64-byte aligned, weights 32. A masked score is -infinity.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -81,7 +83,9 @@ def weigh_row(
         def weigh(index: Any, values: list[Any]) -> list[Any]:
             lanes = load(builder, _address(builder, scores, index))
             weight = exp2(builder, fma(builder, lanes, scales, peaks))
-            store(builder, to_bf16(builder, weight), _address(builder, weights, index, 2), align=32)
+            size = left_bytes()
+            left = weight if bf16_product() is Product.FMA else to_bf16(builder, weight)
+            store(builder, left, _address(builder, weights, index, size), align=32)
             return [builder.fadd(values[0], weight)]
 
         total = counted_loop(builder, count, [splat(0.0)], weigh, LANES)[0]

@@ -6,15 +6,17 @@ import numpy as np
 
 from kernels.ops.cpu.intrinsics import f32, float_of, i32, u16
 from kernels.ops.cpu.jit import Float, device
-from kernels.ops.cpu.tile import HEIGHTS, fetching_tile_16, fetching_tile_32, next_height
+from kernels.ops.cpu.tile import HEIGHTS, next_height
+from kernels.ops.cpu.tiles import fetching_tile_16, fetching_tile_32, left_size
 from kernels.ops.paged_attention.cpu_softmax import row_peak, update_peaks, weigh_row
 from kernels.ops.paged_attention.cpu_values import value_tile_16, value_tile_32
 
 SEGMENT = 128
 """Keys between two updates of the running maximum; also the largest block size."""
 STRIP = HEIGHTS[-1]
-STRIP_BYTES = STRIP * SEGMENT * 6 + 64
-"""Scores, weights and peaks of a strip of query rows."""
+STRIP_BYTES = STRIP * SEGMENT * 8 + 64
+"""Scores, weights (of up to four bytes) and peaks of a strip of query rows."""
+_PEAKS = STRIP * SEGMENT * 8
 _LOG2_E = np.float32(math.log2(math.e))
 
 
@@ -55,7 +57,7 @@ def _times_keys(
             fetching_tile_32(
                 rows,
                 queries,
-                head_dim * 2,
+                head_dim * left_size(),
                 block + column * 4,
                 block_size * 4,
                 head_dim // 2,
@@ -68,7 +70,7 @@ def _times_keys(
             fetching_tile_16(
                 rows,
                 queries,
-                head_dim * 2,
+                head_dim * left_size(),
                 block + block_size * 4 - 64,
                 block_size * 4,
                 head_dim // 2,
@@ -99,7 +101,7 @@ def _times_values(
         value_tile_32(
             rows,
             weights,
-            SEGMENT * 2,
+            SEGMENT * left_size(),
             table,
             values + column * 4,
             block_stride,
@@ -116,7 +118,7 @@ def _times_values(
         value_tile_16(
             rows,
             weights,
-            SEGMENT * 2,
+            SEGMENT * left_size(),
             table,
             values + column * 4,
             block_stride,
@@ -165,20 +167,20 @@ def _softmax(
     """Weights of a strip's rows over the keys [start, start + count); what a row may not see gets 0."""
     scale = float_of(np.uint32(scale_bits)) * _LOG2_E
     weights = scores + STRIP * SEGMENT * 4
-    found, peak, factor = f32(weights + STRIP * SEGMENT * 2), f32(peaks), f32(factors)
+    found, peak, factor = f32(scores + _PEAKS), f32(peaks), f32(factors)
     for row in range(16):
         found[row] = -np.inf
     for row in range(rows):
         at = position + (first_row + row) // group
         low, high = min(count, _first_key(at, start, window)), max(0, min(count, at + 1 - start))
         found[row] = _find_peak(scores + row * SEGMENT * 4, low, high, count)
-    update_peaks(weights + STRIP * SEGMENT * 2, scale, peaks, factors)
+    update_peaks(scores + _PEAKS, scale, peaks, factors)
     for row in range(rows):
         at = position + (first_row + row) // group
         if at < start or _first_key(at, start, window) >= count:
             # Sees none of these keys: a factor from no peak at all would be NaN.
-            blank = u16(weights + row * SEGMENT * 2)
-            for i in range(count):
+            blank = u16(weights + row * SEGMENT * left_size())
+            for i in range(count * left_size() // 2):
                 blank[i] = np.uint16(0)
             factor[row] = np.float32(1)
         else:
@@ -188,7 +190,7 @@ def _softmax(
                 scale,
                 peak[row],
                 factor[row],
-                weights + row * SEGMENT * 2,
+                weights + row * SEGMENT * left_size(),
                 sums + row * 64,
             )
 
@@ -232,7 +234,7 @@ def attend_span(
             # A strip's last query sees no further than itself.
             count = min(step, last - start, position + (row + height - 1) // group + 1 - start)
             if count > 0:
-                queries, output = packed + row * head_dim * 2, part + row * head_dim * 4
+                queries, output = packed + row * head_dim * left_size(), part + row * head_dim * 4
                 _times_keys(
                     height, queries, head_dim, keys, values, block_stride, block_size, entries, count, scores
                 )

@@ -5,6 +5,7 @@ from typing import Any
 
 from kernels.ops.cpu.intrinsics import F32, I32, I64
 from kernels.ops.cpu.jit import intrinsic, types
+from kernels.ops.cpu.product import bf16_product, left_bytes
 from kernels.ops.cpu.tile import Tile, for_each_height
 from kernels.ops.cpu.vectors import FLOATS, counted_loop, load, number
 
@@ -62,7 +63,7 @@ class _Walk:
             ahead = builder.select(is_last, self._following, self._block(next_index))
             rest = builder.sub(self._steps, first)
             count = builder.select(is_last, rest, self._block_steps)
-            a = builder.add(self._weights, builder.shl(first, number(2)))
+            a = builder.add(self._weights, builder.mul(first, number(2 * left_bytes())))
             result = tile.loop(
                 a,
                 self._stride,
@@ -99,7 +100,7 @@ def _value_tile(vectors: int) -> Any:
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             def emit(height: int) -> None:
-                _Walk(builder, Tile(builder, height, vectors, integer=False), arguments).emit()
+                _Walk(builder, Tile(builder, height, vectors, bf16_product()), arguments).emit()
 
             for_each_height(builder, arguments[0], emit)
             return context.get_dummy_value()
@@ -112,7 +113,7 @@ def _value_tile(vectors: int) -> Any:
 value_tile_16, value_tile_32 = _value_tile(1), _value_tile(2)
 """output[rows, 16 or 32] = output * factors[rows] + weights · values.
 
-weights: bfloat16 [rows, 2 * steps], `stride` bytes apart; values: address of these columns in block 0, whose rows of
-two keys are `ldb` bytes apart, `block_steps` of them in a block; table: int32 block ids, as many as the steps need;
-following: what will be read next.
+weights: a left-hand matrix as the tile reads it, [rows, 2 * steps], `stride` bytes apart; values: address of these
+columns in block 0, whose rows of two keys are `ldb` bytes apart, `block_steps` of them in a block; table: int32 block
+ids, as many as the steps need; following: what will be read next.
 """

@@ -10,7 +10,7 @@ from kernels.errors import ModelNotFoundError
 from kernels.kv_pool import KVPool
 from kernels.model_runner import ModelRunner
 from kernels.models.decoder import DecoderModel
-from kernels.ops.cpu.jit import cpu_kernels_supported
+from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.runner import Dtype, Quantization, RunnerOptions, load_runner
 from scheduler.config import SchedulerConfig
 from scheduler.plan import RowResult, SamplingParams, StepPlan, StepResult, TokenLogprobs

@@ -12,7 +12,7 @@ from kernels.config import ModelConfig
 from kernels.kv_pool import KVPool
 from kernels.models.attention_work import AttentionPlanner
 from kernels.models.fused import FusedDecoder
-from kernels.ops.cpu.jit import cpu_kernels_supported
+from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.ops.paged_attention.cpu import ALL_SPANS, MAX_QUERIES, span_tokens
 from tests.kernels.models.test_fused import make_batch, make_config, make_weights
 

@@ -10,7 +10,7 @@ from kernels.config import ModelConfig
 from kernels.kv_pool import KVPool
 from kernels.models.decoder import DecoderModel
 from kernels.models.portable import PortableDecoder
-from kernels.ops.cpu.jit import cpu_kernels_supported
+from kernels.ops.cpu.features import cpu_kernels_supported
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 24

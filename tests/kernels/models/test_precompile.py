@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.ops.cpu.jit import cpu_kernels_supported
+from kernels.ops.cpu.features import cpu_kernels_supported
 
 ROOT = Path(__file__).resolve().parents[3]
 

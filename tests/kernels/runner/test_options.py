@@ -98,12 +98,21 @@ def test_block_size_that_the_pool_refuses_is_the_operators(folder: Path) -> None
         load_runner(RunnerOptions(str(folder), device="cpu", block_size=24))
 
 
-@pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+@pytest.mark.parametrize(
+    ("native", "compiled", "dtype"),
+    [
+        (True, True, torch.bfloat16),
+        (True, False, torch.bfloat16),
+        (False, True, torch.bfloat16),
+        (False, False, torch.float32),
+    ],
+)
 def test_automatic_type_follows_the_processor(
-    native: bool, dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
+    native: bool, compiled: bool, dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capabilities = {"avx512_f": True, "avx512_bf16": native}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr("kernels.model_loading.cpu_kernels_supported", lambda **_: compiled)
     options = RunnerOptions(str(folder), device="cpu", kv_cache_bytes=1 << 20, num_threads=1)
 
     runner = load_model_runner(options, resolve_model(str(folder)))

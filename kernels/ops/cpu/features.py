@@ -1,0 +1,28 @@
+"""What the processor can do, for the CPU kernels."""
+
+import os
+from functools import cache
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba as _numba
+
+_config: Any = _numba.config
+
+_NEEDED = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq"))
+
+
+@cache
+def processor_features() -> frozenset[str]:
+    """LLVM's names of those that Numba compiles for: this processor's, unless NUMBA_CPU_FEATURES says otherwise."""
+    named: str | None = _config.CPU_FEATURES
+    if named is not None:
+        return frozenset(name[1:] for name in named.split(",") if name.startswith("+"))
+    return frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
+
+
+@cache
+def cpu_kernels_supported(*, quantized: bool = False) -> bool:
+    """Whether this processor has AVX-512, for int8 with its dot product, and Numba may compile."""
+    needed = _NEEDED | ({"avx512vnni"} if quantized else set())
+    return os.environ.get("NUMBA_DISABLE_JIT", "0") == "0" and needed <= processor_features()
