@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from kernels.gpu.checks import Check, checks_of
-from kernels.gpu.timing import median_s
+from kernels.gpu.timing import captured_median_s
 from kernels.gpu.tuning import (
     DEFAULT,
     TABLE_PATH,
@@ -41,6 +41,8 @@ _BLOCKS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 }
 """(block_m, block_n) tried for each op. Splits of the context are not here: they are part of the numerics."""
 _PIPELINED = ("paged_decode", "paged_prefill")
+NUM_CALLS = 10
+"""in a row for one measurement: a single one would be over before its graph's start no longer matters"""
 
 Measure = Callable[[str, str, torch.device], float]
 
@@ -58,7 +60,7 @@ def candidates(op: str) -> Iterator[LaunchConfig]:
 
 def measure(op: str, bucket: str, device: torch.device) -> float:
     """Seconds of the op's workload with what is in force."""
-    return median_s(tuning_workload(op, bucket, device), device)
+    return captured_median_s([tuning_workload(op, bucket, device)] * NUM_CALLS, device)
 
 
 def tune(

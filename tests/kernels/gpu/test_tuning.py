@@ -117,6 +117,7 @@ def test_bench_runs_from_end_to_end_and_reports_json() -> None:
         decode_context=20,
         attention=((1, 40),),
         prefill=((1, 33),),
+        flushed_bytes=1 << 12,
         copy_bytes=1 << 16,
         matrix_size=64,
         num_runs=1,
