@@ -74,6 +74,7 @@ class GpuDecoderModel:
         with torch.inference_mode():
             self._run(upload_batch(self._inputs, _prompt_of_two()))
             self._graphs.warmup()
+            self.kv_pool.copy_blocks([(0, 0)])
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
