@@ -20,7 +20,7 @@ from kernels.gpu.step_inputs import StepInputs
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 FIRST_CONTEXT_TOKENS = 1024
 CONTEXT_GROWTH = 4
-"""Context buckets are 1 K, 4 K, 16 K, …: what they cost is wider block tables to upload and room for partial results."""
+"""Context buckets are 1 K, 4 K, 16 K, …: a wide one costs block tables to upload and room for partial results."""
 MAX_GRAPHS = 64
 """Oldest out: each keeps its launches and its logits, the intermediate memory is shared."""
 SAMPLING_BYTES = 1024
