@@ -1,4 +1,4 @@
-"""CUDA graphs of the decode step: one per bucket of batch size and context, captured when first needed.
+"""CUDA graphs of the decode step: one per bucket of batch size and context.
 
 A graph fixes addresses and grid sizes. Each has device memory of its own as its input, of a size that never changes,
 and the grids come from the bucket's shapes; kernels find out on the device how much of them is real, and which tokens
@@ -22,7 +22,8 @@ FIRST_CONTEXT_TOKENS = 1024
 CONTEXT_GROWTH = 4
 """Context buckets are 1 K, 4 K, 16 K, …: a wide one costs block tables to upload and room for partial results."""
 MAX_GRAPHS = 64
-"""Oldest out: each keeps its launches and its logits, the intermediate memory is shared."""
+"""Captured before serving, others when first needed, the oldest out: each keeps its launches and its logits, the
+intermediate memory is shared."""
 SAMPLING_BYTES = 1024
 """Room for each row's sampling parameters behind a graph's own input, so that one copy brings both. They take about 100
 bytes; the rest is for biases and short histories. Longer ones have a copy of their own."""
@@ -45,11 +46,26 @@ class DecodeGraphs:
     def max_batch(self) -> int:
         return BATCH_BUCKETS[-1]
 
-    def warmup(self) -> None:
-        """Capture every batch size at the shortest context, largest first so that the others fit its memory."""
-        width = self._width(1)
-        for num_rows in reversed(BATCH_BUCKETS if self._device.type == "cuda" else BATCH_BUCKETS[:1]):
+    def warmup(self, max_context_tokens: int = 1) -> None:
+        """Capture what steps may need: every batch size up to the largest and every context up to this length.
+
+        Where these are too many, the short contexts; in turn from the largest, so that the others fit its memory.
+        """
+        for num_rows, width in reversed(self._shapes(max_context_tokens)[:MAX_GRAPHS]):
             self._graph(num_rows, width).replay(empty_decode())
+
+    def _shapes(self, max_context_tokens: int) -> list[tuple[int, int]]:
+        """(rows, blocks) of the buckets, by context; without a device nothing is captured and one stands for all."""
+        if self._capture is None:
+            return [(BATCH_BUCKETS[0], self._width(1))]
+        largest = next(
+            size for size in BATCH_BUCKETS if size >= min(self._inputs.max_num_seqs, self.max_batch)
+        )
+        widest = self._width(-(-max_context_tokens // self._block_size))
+        widths = [self._width(1)]
+        while widths[-1] < widest:
+            widths.append(widths[-1] * CONTEXT_GROWTH)
+        return [(size, width) for width in widths for size in BATCH_BUCKETS if size <= largest]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [num_sampled, vocab_size]; valid until the next call."""
