@@ -73,7 +73,8 @@ def _decode_kernel(
         query_at = query + (row * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
         q = tl.load(query_at, mask=in_group[:, None] & in_dim[None, :], other=0.0)
         highest = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
-        total = tl.zeros([GROUP_BLOCK], tl.float32)
+        # By column: adding columns up in each turn would be one more wait of all warps for each other.
+        totals = tl.zeros([GROUP_BLOCK, BLOCK_N], tl.float32)
         acc = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
         for start in range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N):
             tokens = start + tl.arange(0, BLOCK_N)
@@ -89,9 +90,10 @@ def _decode_kernel(
             new_highest = tl.maximum(highest, tl.max(scores, axis=1))
             weights = tl.exp2(scores - new_highest[:, None])
             decay = tl.exp2(highest - new_highest)
-            total = total * decay + tl.sum(weights, axis=1)
+            totals = totals * decay[:, None] + weights
             acc = acc * decay[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
             highest = new_highest
+        total = tl.sum(totals, axis=1)
         # [num_rows, num_heads, num_splits]
         slot = (row * NUM_HEADS + heads) * num_splits + split
         tl.store(log_sums + slot, highest + tl.log2(total), mask=in_group)
@@ -155,8 +157,8 @@ traffic at four heads per group, small enough that 8 K of context fill a large d
 SPLITS_BLOCK = 16
 MAX_PROGRAMS = 4096
 """About ten for each place that a large device has: enough for an even end, and few when most find nothing to do."""
-ROWS_BLOCK = 256
-"""Rows that a program looks through at the least: one compiled variant for all usual batches."""
+ROWS_BLOCKS = (32, 256)
+"""Rows that a program looks through: two compiled variants for all usual batches, the first within a warp."""
 
 
 def paged_decode(
@@ -206,7 +208,7 @@ def paged_decode(
         "GROUP_BLOCK": max(next_power_of_two(group), 16),
         "BLOCK_SIZE": block_size,
         "BLOCK_N": config.block_n,
-        "ROWS_BLOCK": max(next_power_of_two(num_rows), ROWS_BLOCK),
+        "ROWS_BLOCK": next((size for size in ROWS_BLOCKS if size >= num_rows), next_power_of_two(num_rows)),
     }
     _decode_kernel.launch(
         (min(num_rows * num_kv_heads * num_splits, MAX_PROGRAMS),),

@@ -94,5 +94,5 @@ def test_few_programs_deal_out_the_splits_of_many_rows(
 
 
 def test_more_decoding_rows_than_one_block_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_decode, "ROWS_BLOCK", 2)
+    monkeypatch.setattr(gpu_decode, "ROWS_BLOCKS", (1, 2))
     check_attention(torch.device("cpu"), replace(ATTENTION_CASES[0], rows=((1, 3), (1, 300), (1, 20))))
