@@ -20,6 +20,29 @@ def _first_split(context_len: tl.tensor, SPLIT_TOKENS: tl.constexpr, WINDOW: tl.
     return tl.maximum(context_len - WINDOW, 0) // SPLIT_TOKENS if WINDOW > 0 else context_len * 0
 
 
+@device_function
+def _split_ends(
+    context_lens: tl.tensor,
+    num_rows: tl.tensor,
+    ROWS_BLOCK: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+) -> tl.tensor:
+    """How many splits each row and those before it have, [ROWS_BLOCK]."""
+    rows = tl.arange(0, ROWS_BLOCK)
+    lens = tl.load(context_lens + rows, mask=rows < num_rows, other=0)
+    live = (lens + SPLIT_TOKENS - 1) // SPLIT_TOKENS - _first_split(lens, SPLIT_TOKENS, WINDOW)
+    return tl.cumsum(live, axis=0)
+
+
+@device_function
+def _find_split(ends: tl.tensor, nth: tl.tensor) -> tl.tensor:
+    """The row that has the nth split of all, and the split's number among the row's own."""
+    is_before = ends <= nth
+    row = tl.sum(is_before.to(tl.int32), axis=0).to(tl.int64)
+    return row, nth - tl.max(tl.where(is_before, ends, 0), axis=0)
+
+
 @kernel("block_tables", "context_lens", "table_stride", "num_rows", "num_splits")
 def _decode_kernel(
     query: tl.tensor,
@@ -50,20 +73,13 @@ def _decode_kernel(
     in_group = group < GROUP
     dims = tl.arange(0, DIM_BLOCK)
     in_dim = dims < HEAD_DIM
-    rows = tl.arange(0, ROWS_BLOCK)
-    lens = tl.load(context_lens + rows, mask=rows < num_rows, other=0)
-    live = (lens + SPLIT_TOKENS - 1) // SPLIT_TOKENS - _first_split(lens, SPLIT_TOKENS, WINDOW)
-    # Of the row and of those before it.
-    ends = tl.cumsum(live, axis=0)
+    ends = _split_ends(context_lens, num_rows, ROWS_BLOCK, SPLIT_TOKENS, WINDOW)
     # Heads of one split follow each other: their K and V are neighbours in memory.
     for item in range(tl.program_id(0), tl.max(ends, axis=0) * NUM_KV_HEADS, tl.num_programs(0)):
         kv_head = item % NUM_KV_HEADS
-        nth = item // NUM_KV_HEADS
-        is_before = ends <= nth
-        row = tl.sum(is_before.to(tl.int32), axis=0).to(tl.int64)
+        row, nth = _find_split(ends, item // NUM_KV_HEADS)
         context_len = tl.load(context_lens + row)
-        split = nth - tl.max(tl.where(is_before, ends, 0), axis=0)
-        split += _first_split(context_len, SPLIT_TOKENS, WINDOW)
+        split = _first_split(context_len, SPLIT_TOKENS, WINDOW) + nth
         begin = split * SPLIT_TOKENS
         if WINDOW > 0:
             begin = tl.maximum(begin, context_len - WINDOW)
