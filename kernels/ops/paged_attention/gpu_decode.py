@@ -170,7 +170,8 @@ SPLIT_TOKENS = 256
 """Part of the numerics, hence not in the tuning table: large enough that the partial results are 3 % of the
 traffic at four heads per group, small enough that 8 K of context fill a large device at batch 1."""
 
-SPLITS_BLOCK = 16
+SPLITS_BLOCK = 32
+"""Splits that one round of the reduction reads at once, of heads of 128: 8 K of context before a second round."""
 MAX_PROGRAMS = 4096
 """About ten for each place that a large device has: enough for an even end, and few when most find nothing to do."""
 ROWS_BLOCKS = (32, 256)
@@ -238,6 +239,6 @@ def paged_decode(
         "out": out,
         "context_lens": context_lens,
         "num_splits": num_splits,
-        "SPLITS_BLOCK": SPLITS_BLOCK,
+        "SPLITS_BLOCK": max(SPLITS_BLOCK * 128 // max(dim_block, 128), 1),
     }
     _reduce_kernel.launch((num_rows, num_heads), reduction, num_warps=4, num_stages=1)

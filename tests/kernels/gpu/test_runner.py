@@ -95,7 +95,7 @@ def test_hazard_offsets_beyond_32_bits(cuda_device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_attention_over_a_long_context(cuda_device: torch.device) -> None:
-    """Thirty-three splits, reduced sixteen at a time, and a long chunk behind a long prefix."""
+    """Thirty-three splits, reduced thirty-two at a time, and a long chunk behind a long prefix."""
     rows = ((1, 8192 + 5), (1, 4096), (700, 5000))
     check_attention(cuda_device, AttentionCase(128, 32, 8, 16, torch.bfloat16, rows))
 
