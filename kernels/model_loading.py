@@ -127,12 +127,18 @@ def _chooses_gpu(options: RunnerOptions, source: ModelSource) -> bool:
     elif (foreign := _foreign_field(source)) is not None:
         missing = f"models that run through transformers ({foreign}) have no path there yet"
     else:
-        missing = missing_on_gpu(open_checkpoint(source, torch.float32).config, options)
+        missing = missing_on_gpu(open_checkpoint(source, torch.float32).config, options) or _too_old()
     if missing is not None and options.device == "cuda":
         raise OptionsError(f"device is cuda; {missing}; use cpu or auto")
     if missing is not None:
         log.warning("%s: %s; the model runs on the cpu although there is a GPU", source.path, missing)
     return missing is None
+
+
+def _too_old() -> str | None:
+    """Why the kernels do not compile for the current device: tensor cores before sm_80 know no bfloat16."""
+    major, minor = torch.cuda.get_device_capability()
+    return f"its compute capability is {major}.{minor}; the kernels need 8.0" if major < 8 else None
 
 
 def _gpu_dtype(options: RunnerOptions) -> torch.dtype:

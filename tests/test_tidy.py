@@ -16,6 +16,7 @@ COMMANDS = ("service/cli/app.py", "service/cli/bench_commands.py")
 
 LONGER_FUNCTIONS = {
     "kernels/ops/paged_attention/cpu.py:attend": "one compiled loop over heads and spans",
+    "kernels/ops/paged_attention/gpu_decode.py:_decode_kernel": "one Triton kernel",
     "kernels/ops/paged_attention/gpu_prefill.py:_prefill_kernel": "one Triton kernel",
     "kernels/ops/sampling/gpu_kernel.py:_sample_kernel": "one Triton kernel",
     "kernels/ops/store_kv/gpu.py:_store_kv_kernel": "one Triton kernel",

@@ -56,6 +56,7 @@ class Heads:
     kv_dtype: torch.dtype | None = None
     window: int | None = None
     has_norm: bool = False
+    num_decode_rows: int = 4
 
     @property
     def kv(self) -> KVBlocks:
@@ -71,20 +72,23 @@ class Heads:
             parts.append("window")
         if self.has_norm:
             parts.append("norm")
+        if self.num_decode_rows > NUM_ROWS:
+            parts.append(f"r{self.num_decode_rows}")
         return "-".join(parts)
 
 
 def _attention(heads: Heads) -> None:
+    num_rows = heads.num_decode_rows + NUM_ROWS // 2
     query = _meta(NUM_TOKENS, heads.num_heads, heads.head_dim, dtype=heads.dtype)
     batch = ForwardBatch(
         token_ids=_int64(NUM_TOKENS),
         positions=_int64(NUM_TOKENS),
         slot_mapping=_int64(NUM_TOKENS),
-        block_tables=_int32(NUM_ROWS, 128),
-        query_start=_int32(NUM_ROWS + 1),
-        context_lens=_int32(NUM_ROWS),
-        sample_indices=_int64(NUM_ROWS),
-        num_decode_rows=NUM_ROWS // 2,
+        block_tables=_int32(num_rows, 128),
+        query_start=_int32(num_rows + 1),
+        context_lens=_int32(num_rows),
+        sample_indices=_int64(num_rows),
+        num_decode_rows=heads.num_decode_rows,
     )
     paged_attention(query, heads.kv, batch, scale=0.1, window=heads.window)
 
@@ -163,6 +167,7 @@ ATTENTION = (
     Heads(128, 32, 8, block_size=64, dtype=torch.float16),
     Heads(128, 32, 8, window=4096),
     Heads(128, 64, 4),
+    Heads(128, 32, 8, num_decode_rows=200),
     Heads(128, 32, 8, kv_dtype=E5M2),
     Heads(256, 8, 4),
     Heads(256, 4, 1, block_size=32, window=512),

@@ -1,4 +1,4 @@
-"""CUDA graphs of the decode step: one per bucket of batch size and context, captured when first needed.
+"""CUDA graphs of the decode step: one per bucket of batch size and context.
 
 A graph fixes addresses and grid sizes. Each has device memory of its own as its input, of a size that never changes,
 and the grids come from the bucket's shapes; kernels find out on the device how much of them is real, and which tokens
@@ -7,6 +7,7 @@ the step before has sampled.
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from kernels.gpu.step_inputs import StepInputs
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 FIRST_CONTEXT_TOKENS = 1024
 CONTEXT_GROWTH = 4
-"""Context buckets are 1 K, 4 K, 16 K, …: at most three quarters of the attention grid ends at once."""
+"""Context buckets are 1 K, 4 K, 16 K, …: a wide one costs block tables to upload and room for partial results."""
 MAX_GRAPHS = 64
-"""Oldest out: each keeps its launches and its logits, the intermediate memory is shared."""
+"""Captured before serving, others when first needed, the oldest out: each keeps its launches and its logits, the
+intermediate memory is shared."""
 SAMPLING_BYTES = 1024
 """Room for each row's sampling parameters behind a graph's own input, so that one copy brings both. They take about 100
 bytes; the rest is for biases and short histories. Longer ones have a copy of their own."""
@@ -38,17 +40,32 @@ class DecodeGraphs:
         self._device = device = inputs.device
         self._block_size = block_size
         self._graphs: OrderedDict[tuple[int, int], _Graph] = OrderedDict()
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._capture = _Capture.on_device() if device.type == "cuda" else None
 
     @property
     def max_batch(self) -> int:
         return BATCH_BUCKETS[-1]
 
-    def warmup(self) -> None:
-        """Capture every batch size at the shortest context, largest first so that the others fit its memory."""
-        width = self._width(1)
-        for num_rows in reversed(BATCH_BUCKETS if self._device.type == "cuda" else BATCH_BUCKETS[:1]):
+    def warmup(self, max_context_tokens: int = 1) -> None:
+        """Capture what steps may need: every batch size up to the largest and every context up to this length.
+
+        Where these are too many, the short contexts; in turn from the largest, so that the others fit its memory.
+        """
+        for num_rows, width in reversed(self._shapes(max_context_tokens)[:MAX_GRAPHS]):
             self._graph(num_rows, width).replay(empty_decode())
+
+    def _shapes(self, max_context_tokens: int) -> list[tuple[int, int]]:
+        """(rows, blocks) of the buckets, by context; without a device nothing is captured and one stands for all."""
+        if self._capture is None:
+            return [(BATCH_BUCKETS[0], self._width(1))]
+        largest = next(
+            size for size in BATCH_BUCKETS if size >= min(self._inputs.max_num_seqs, self.max_batch)
+        )
+        widest = self._width(-(-max_context_tokens // self._block_size))
+        widths = [self._width(1)]
+        while widths[-1] < widest:
+            widths.append(widths[-1] * CONTEXT_GROWTH)
+        return [(size, width) for width in widths for size in BATCH_BUCKETS if size <= largest]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [num_sampled, vocab_size]; valid until the next call."""
@@ -72,16 +89,42 @@ class DecodeGraphs:
         if key not in self._graphs:
             if len(self._graphs) >= MAX_GRAPHS:
                 self._graphs.popitem(last=False)
-            self._graphs[key] = _Graph(self._run, self._inputs, num_rows, num_blocks, self._pool)
+            self._graphs[key] = _Graph(self._run, self._inputs, num_rows, num_blocks, self._capture)
         self._graphs.move_to_end(key)
         return self._graphs[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Capture:
+    """What all captures share. On a stream of its own each would leave a cuBLAS workspace of 32 MiB behind."""
+
+    stream: torch.cuda.Stream
+    pool: Any
+    """torch's handle of memory; its type is private there"""
+
+    @classmethod
+    def on_device(cls) -> "_Capture":
+        return cls(torch.cuda.Stream(), torch.cuda.graph_pool_handle())  # type: ignore[no-untyped-call]  # torch ships them without types
+
+    def of(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """The graph of a run and what it gave, which every replay writes again."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            # Compiles what is not compiled yet, and lets cuBLAS choose and load: none of it may happen in a capture.
+            run()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            given = run()
+        return graph, given
 
 
 class _Graph:
     """One bucket's captured step."""
 
-    def __init__(self, run: Forward, inputs: StepInputs, num_rows: int, num_blocks: int, pool: Any) -> None:
-        """`pool` is torch's handle of the memory that all graphs share; its type is private there."""
+    def __init__(
+        self, run: Forward, inputs: StepInputs, num_rows: int, num_blocks: int, capture: _Capture | None
+    ) -> None:
         self._run = run
         self._inputs = inputs
         self._shape = (num_rows, num_blocks)
@@ -90,20 +133,10 @@ class _Graph:
         self._target = inputs.staging.new_target(size)
         self._logits = torch.empty(0)
         self._graph: torch.cuda.CUDAGraph | None = None
-        if inputs.device.type == "cuda":
+        if capture is not None:
             on_device = inputs.staging.upload(batch_tensors(empty), self._target)
-            self._capture(ForwardBatch(**on_device, num_decode_rows=num_rows), pool)
-
-    def _capture(self, batch: ForwardBatch, pool: Any) -> None:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch ships it without types
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            # Compiles what is not compiled yet: no compiler may run during the capture.
-            self._run(batch)
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
-            self._logits = self._run(batch)
+            padded = ForwardBatch(**on_device, num_decode_rows=num_rows)
+            self._graph, self._logits = capture.of(lambda: run(padded))
 
     def replay(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of all rows of the bucket, or of the `wanted` ones."""

@@ -38,14 +38,16 @@ class GpuDecoderModel:
         *,
         dtype: torch.dtype,
         inputs: StepInputs | None = None,
+        max_model_len: int | None = None,
     ) -> None:
-        """inputs: shared with the sampler; None when there is none."""
+        """inputs: shared with the sampler; None when there is none. max_model_len: tokens, what warmup prepares for."""
         self.config = config
         self.kv_pool = kv_pool
         self.device = kv_pool.device
         self._dtype = dtype
         self._inputs = inputs or StepInputs(self.device, BATCH_BUCKETS[-1])
         num_positions = min(config.max_position_embeddings, kv_pool.num_blocks * kv_pool.block_size)
+        self._max_model_len = num_positions if max_model_len is None else max_model_len
         loader = LayerLoader(config, weights, self.device, dtype, num_positions)
         self._layers = [loader.layer(layer_idx) for layer_idx in range(config.num_layers)]
         self._embedding = loader.matrix("model.embed_tokens.weight")
@@ -70,10 +72,11 @@ class GpuDecoderModel:
         return self.layer_parameters * self._dtype.itemsize + self._head.nbytes
 
     def warmup(self) -> None:
-        """Compile the kernels and capture the graphs of short contexts; the pool's contents survive."""
+        """Compile the kernels and capture the graphs; the pool's contents survive."""
         with torch.inference_mode():
             self._run(upload_batch(self._inputs, _prompt_of_two()))
-            self._graphs.warmup()
+            self._graphs.warmup(self._max_model_len)
+            self.kv_pool.copy_blocks([(0, 0)])
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

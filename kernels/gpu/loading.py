@@ -34,8 +34,11 @@ def load_on_gpu(
     shape = pool_shape(options, config, dtype)
     inputs = StepInputs(device, options.max_num_seqs, copies=copies)
     pool = GpuKVPool(config, shape.num_blocks, shape.block_size, dtype, device)
+    model = GpuDecoderModel(
+        config, checkpoint.weights, pool, dtype=dtype, inputs=inputs, max_model_len=shape.max_model_len
+    )
     return ModelRunner(
-        GpuDecoderModel(config, checkpoint.weights, pool, dtype=dtype, inputs=inputs),
+        model,
         shape,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,

@@ -1,12 +1,13 @@
 """What ops/decisions/0009-determinism.md says of the GPU, in Triton's interpreter: level 1, attention to the bit."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.gpu.checks.attention import make_batch
+from kernels.gpu.checks.attention import make_batch, move_batch
 from kernels.gpu.checks.sampling import make_params
 from kernels.gpu.sampler import GpuSampler
 from kernels.gpu.step_inputs import StepInputs
@@ -53,22 +54,37 @@ def test_level_1_a_draw_depends_on_nothing_but_its_own_row() -> None:
         assert sample(logits[idx : idx + 1], [row]) == [together[idx]]
 
 
-@pytest.mark.parametrize("window", [None, 100])
-def test_attention_of_a_row_is_equal_to_the_bit_alone_and_among_neighbours(window: int | None) -> None:
-    """Contexts of one, two and three splits of the decode kernel, and a chunk that fills several tiles."""
+LENGTHS = ((1, 30), (1, 700), (1, 300), (40, 90), (3, 3))
+"""(new tokens, context): one, two and three splits of the decode kernel, and a chunk that fills several tiles."""
+
+
+def check_attention_alone(
+    device: torch.device,
+    lengths: Sequence[tuple[int, int]],
+    window: int | None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Each row's attention is equal to the bit alone and among its neighbours."""
     generator = torch.Generator().manual_seed(4)
-    lengths = ((1, 30), (1, 700), (1, 300), (40, 90), (3, 3))
-    batch, _ = make_batch(lengths, BLOCK_SIZE, 3, generator)
+    batch, _ = make_batch(lengths, BLOCK_SIZE, sum(new == 1 for new, _ in lengths), generator)
     num_blocks = int(batch.block_tables.max()) + 3
     shape = (num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    kv = KVBlocks(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
-    query = torch.randn(sum(new for new, _ in lengths), HEADS, HEAD_DIM, generator=generator)
-    together = paged_attention(query, kv, batch, scale=0.25, window=window)
+    kv = KVBlocks(*(torch.randn(shape, generator=generator).to(device, dtype) for _ in "kv"))
+    query = torch.randn(sum(new for new, _ in lengths), HEADS, HEAD_DIM, generator=generator).to(
+        device, dtype
+    )
+    together = paged_attention(query, kv, move_batch(batch, device), scale=0.25, window=window)
 
     for row in range(len(lengths)):
         own = slice(int(batch.query_start[row]), int(batch.query_start[row + 1]))
-        alone = paged_attention(query[own].contiguous(), kv, only(batch, row), scale=0.25, window=window)
+        one = move_batch(only(batch, row), device)
+        alone = paged_attention(query[own].contiguous(), kv, one, scale=0.25, window=window)
         assert torch.equal(alone, together[own]), lengths[row]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_attention_of_a_row_is_equal_to_the_bit_alone_and_among_neighbours(window: int | None) -> None:
+    check_attention_alone(CPU, LENGTHS, window)
 
 
 def only(batch: ForwardBatch, row: int) -> ForwardBatch:

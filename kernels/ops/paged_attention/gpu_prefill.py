@@ -60,10 +60,12 @@ def _prefill_kernel(
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
     first_token = tl.load(query_start)
-    row = _find_row(query_start, tl.program_id(0), num_rows, first_token, TILE_TOKENS)
+    # The last tile of a chunk has the most to read: it comes first, so that the device's end is even.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = _find_row(query_start, tile, num_rows, first_token, TILE_TOKENS)
     row_start = tl.load(query_start + row)
     row_len = tl.load(query_start + row + 1) - row_start
-    tile_in_row = tl.program_id(0) - ((row_start - first_token) // TILE_TOKENS + row)
+    tile_in_row = tile - ((row_start - first_token) // TILE_TOKENS + row)
     tile_start = tile_in_row * TILE_TOKENS
     if tile_start >= row_len:
         return

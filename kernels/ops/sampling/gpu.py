@@ -90,7 +90,8 @@ def sample(logits: torch.Tensor, inputs: SampleInputs) -> Sampled:
     assert inputs.parameters.dtype == torch.float64
     penalties = inputs.penalties
     has_adjusted = penalties is not None or inputs.allowed is not None or inputs.bias is not None
-    work = logits.clone() if has_adjusted else logits
+    # Adjusted logits first, then the weights of rows that draw.
+    work = logits.clone() if has_adjusted else torch.empty_like(logits)
     if inputs.bias is not None:
         _add_bias(work, inputs.bias)
     if penalties is not None:

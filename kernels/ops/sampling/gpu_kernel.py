@@ -1,20 +1,19 @@
 """The Triton side of sampling: one program per row, no sort, no host sync, one random number per row.
 
 The rules are those of `kernels.sampling`: bias, penalties, temperature, min-p, top-k, top-p over what is left, then the
-inverse of the cumulative distribution in vocabulary order. Each filter is one number, the smallest weight that is kept.
-Here it is found by bisection over the bits of the weight, which order like the weights since none is negative; a
-round reads the row once, from L2.
+inverse of the cumulative distribution in vocabulary order. Each filter is one number, the smallest weight that is kept,
+found by bisection over the bits of the weight, which order like the weights since none is negative. The weights are
+written down once; a round reads them from L2. Sums are kept by lane and added up behind a loop: a sum over lanes in
+each turn would make the turns wait for each other.
 """
 
-# ruff: noqa: N803  compile-time parameters are upper case, as everywhere in Triton
+# ruff: noqa: N803, N806  compile-time parameters are upper case, as everywhere in Triton
 
 import triton.language as tl
 
 from kernels.gpu.jit import device_function, kernel
 
-STATUS_OK = 0
-STATUS_BAD_LOGITS = 1
-STATUS_NO_TOKEN = 2
+STATUS_OK, STATUS_BAD_LOGITS, STATUS_NO_TOKEN = 0, 1, 2
 
 # Columns of the float64 parameter table, one line per row.
 PARAMETERS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
@@ -40,51 +39,58 @@ def _bias_kernel(
 
 
 @device_function
-def _weights(
-    row: tl.tensor, ids: tl.tensor, best: tl.tensor, temperature: tl.tensor, VOCAB: tl.constexpr
-) -> tl.tensor:
-    """exp((logit - best) / temperature): 1 for the likeliest token, 0 past the vocabulary's end."""
-    logit = tl.load(row + ids, mask=ids < VOCAB, other=float("-inf"))
-    return tl.exp(tl.div_rn(logit - best, temperature + tl.zeros_like(logit)))
-
-
-@device_function
-def _at_least(
+def _store_weights(
+    logits: tl.tensor,
     row: tl.tensor,
     best: tl.tensor,
     temperature: tl.tensor,
-    floor_bits: tl.tensor,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> tl.tensor:
-    """How many weights reach the floor, and their sum."""
-    count = tl.zeros([], tl.int32)
-    mass = tl.zeros([], tl.float64)
+) -> None:
+    """exp((logit - best) / temperature) into `row`, which may be where the logits are: 1 for the likeliest token."""
     for start in range(0, VOCAB, BLOCK):
         ids = start + tl.arange(0, BLOCK)
-        weight = _weights(row, ids, best, temperature, VOCAB)
-        kept = (weight.to(tl.int32, bitcast=True) >= floor_bits) & (ids < VOCAB)
-        count += tl.sum(kept.to(tl.int32), axis=0)
-        mass += tl.sum(tl.where(kept, weight, 0.0), axis=0).to(tl.float64)
-    return count, mass
+        logit = tl.load(logits + ids, mask=ids < VOCAB, other=float("-inf"))
+        weight = tl.exp(tl.div_rn(logit - best, temperature + tl.zeros_like(logit)))
+        tl.store(row + ids, weight, mask=ids < VOCAB)
 
 
 @device_function
-def _top_k_floor(
-    row: tl.tensor,
-    best: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _count_at_least(
+    row: tl.tensor, floor_bits: tl.tensor, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
+    """How many weights reach the floor."""
+    counts = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, VOCAB, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        weight = tl.load(row + ids, mask=ids < VOCAB, other=0.0)
+        counts += ((weight.to(tl.int32, bitcast=True) >= floor_bits) & (ids < VOCAB)).to(tl.int32)
+    return tl.sum(counts, axis=0)
+
+
+@device_function
+def _at_least(row: tl.tensor, floor_bits: tl.tensor, VOCAB: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """How many weights reach the floor, and their sum."""
+    counts = tl.zeros([BLOCK], tl.int32)
+    masses = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, VOCAB, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        weight = tl.load(row + ids, mask=ids < VOCAB, other=0.0)
+        kept = (weight.to(tl.int32, bitcast=True) >= floor_bits) & (ids < VOCAB)
+        counts += kept.to(tl.int32)
+        masses += tl.where(kept, weight, 0.0).to(tl.float64)
+    return tl.sum(counts, axis=0), tl.sum(masses, axis=0)
+
+
+@device_function
+def _top_k_floor(row: tl.tensor, top_k: tl.tensor, VOCAB: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
     """Bits of a weight that exactly the top_k largest reach, or the top_k-th itself where others equal it."""
     low = tl.zeros([], tl.int32)
     high = tl.full([], 0x3F800001, tl.int32)  # just above 1.0
     count_low = tl.full([], VOCAB, tl.int32)
     while (high - low > 1) & (count_low != top_k):
         middle = (low + high) // 2
-        count, _ = _at_least(row, best, temperature, middle, VOCAB, BLOCK)
+        count = _count_at_least(row, middle, VOCAB, BLOCK)
         if count >= top_k:
             low = middle
             count_low = count
@@ -96,8 +102,6 @@ def _top_k_floor(
 @device_function
 def _top_p_floor(
     row: tl.tensor,
-    best: tl.tensor,
-    temperature: tl.tensor,
     floor: tl.tensor,
     top_k: tl.tensor,
     top_p: tl.tensor,
@@ -105,7 +109,7 @@ def _top_p_floor(
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """Bits of the largest weight whose peers and betters hold top_p of the mass that reaches `floor`."""
-    count_low, total = _at_least(row, best, temperature, floor, VOCAB, BLOCK)
+    count_low, total = _at_least(row, floor, VOCAB, BLOCK)
     if (top_k > 0) & (count_low > top_k):
         # Equal weights at top-k's edge are all kept, but only as many as top_k allows count as mass.
         total -= (count_low - top_k).to(tl.float64) * floor.to(tl.float32, bitcast=True).to(tl.float64)
@@ -115,7 +119,7 @@ def _top_p_floor(
     count_high = tl.zeros([], tl.int32)
     while (high - low > 1) & (count_low - count_high != 1):
         middle = (low + high) // 2
-        count, mass = _at_least(row, best, temperature, middle, VOCAB, BLOCK)
+        count, mass = _at_least(row, middle, VOCAB, BLOCK)
         if mass >= wanted:
             low = middle
             count_low = count
@@ -129,8 +133,6 @@ def _top_p_floor(
 def _span_sums(
     row: tl.tensor,
     start: tl.tensor,
-    best: tl.tensor,
-    temperature: tl.tensor,
     floor: tl.tensor,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -139,7 +141,7 @@ def _span_sums(
     """Kept weights summed over spans of the tile at `start`, [BLOCK / SPAN] float64."""
     spans = tl.arange(0, BLOCK // SPAN)
     ids = start + spans[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-    weight = _weights(row, ids, best, temperature, VOCAB)
+    weight = tl.load(row + ids, mask=ids < VOCAB, other=0.0)
     kept = tl.where(weight.to(tl.int32, bitcast=True) >= floor, weight, 0.0)
     return tl.sum(kept, axis=1).to(tl.float64)
 
@@ -147,8 +149,6 @@ def _span_sums(
 @device_function
 def _invert(
     row: tl.tensor,
-    best: tl.tensor,
-    temperature: tl.tensor,
     floor: tl.tensor,
     uniform: tl.tensor,
     VOCAB: tl.constexpr,
@@ -158,7 +158,7 @@ def _invert(
     """The first id whose cumulative weight exceeds uniform * total; where rounding leaves none, the last one kept."""
     total = tl.zeros([], tl.float64)
     for start in range(0, VOCAB, BLOCK):
-        total += tl.sum(_span_sums(row, start, best, temperature, floor, VOCAB, BLOCK, SPAN), axis=0)
+        total += tl.sum(_span_sums(row, start, floor, VOCAB, BLOCK, SPAN), axis=0)
     target = uniform * total
     spans = tl.arange(0, BLOCK // SPAN)
     running = tl.zeros([], tl.float64)
@@ -166,7 +166,7 @@ def _invert(
     span = tl.zeros([], tl.int32)
     last_kept = tl.zeros([], tl.int32)
     for start in range(0, VOCAB, BLOCK):
-        sums = _span_sums(row, start, best, temperature, floor, VOCAB, BLOCK, SPAN)
+        sums = _span_sums(row, start, floor, VOCAB, BLOCK, SPAN)
         cumulative = running + tl.cumsum(sums, axis=0)
         passed = (cumulative <= target) & (start + spans * SPAN < VOCAB)
         span += tl.sum(passed.to(tl.int32), axis=0)
@@ -177,7 +177,8 @@ def _invert(
     remaining = tl.where(span > last_kept, float("inf"), target - before)
     span = tl.minimum(span, last_kept)
     lanes = tl.arange(0, SPAN)
-    weight = _weights(row, span * SPAN + lanes, best, temperature, VOCAB)
+    ids = span * SPAN + lanes
+    weight = tl.load(row + ids, mask=ids < VOCAB, other=0.0)
     weight = tl.where(weight.to(tl.int32, bitcast=True) >= floor, weight, 0.0)
     first = tl.sum((tl.cumsum(weight.to(tl.float64), axis=0) <= remaining).to(tl.int32), axis=0)
     last = tl.max(tl.where(weight > 0, lanes, 0), axis=0)
@@ -233,20 +234,18 @@ def _sample_kernel(
     frequency = tl.load(table + 4).to(tl.float32)
     presence = tl.load(table + 5).to(tl.float32)
 
-    num_nan = tl.zeros([], tl.int32)
-    raw_best = tl.full([], float("-inf"), tl.float32)
-    raw_sum = tl.zeros([], tl.float32)
-    best = tl.full([], float("-inf"), tl.float32)
-    best_id = tl.zeros([], tl.int32)
-    for start in range(0, VOCAB, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
+    # Of the ids that a lane sees: whether one is NaN, the largest logit as it came, and the first of the largest.
+    LANES: tl.constexpr = BLOCK // 4 if HAS_ADJUSTED else BLOCK  # adjusting takes registers
+    nan = tl.zeros([LANES], tl.int32)
+    raw_highest = tl.full([LANES], float("-inf"), tl.float32)
+    highest = tl.full([LANES], float("-inf"), tl.float32)
+    highest_ids = tl.zeros([LANES], tl.int32)
+    for start in range(0, VOCAB, LANES):
+        ids = start + tl.arange(0, LANES)
         inside = ids < VOCAB
         value = tl.load(raw_row + ids, mask=inside, other=float("-inf"))
-        num_nan += tl.sum((value != value).to(tl.int32), axis=0)
-        new_best = tl.maximum(raw_best, tl.max(value, axis=0))
-        pivot = tl.where(new_best == float("-inf"), 0.0, new_best)
-        raw_sum = raw_sum * tl.exp(raw_best - pivot) + tl.sum(tl.exp(value - pivot), axis=0)
-        raw_best = new_best
+        nan |= (value != value).to(tl.int32)
+        raw_highest = tl.maximum(raw_highest, value)
         if HAS_ADJUSTED:
             value = tl.load(row + ids, mask=inside, other=float("-inf"))
             if HAS_COUNTS:
@@ -261,26 +260,37 @@ def _sample_kernel(
                 word = tl.load(allowed_row + ids // 32, mask=inside & (allowed_line >= 0), other=-1)
                 value = tl.where((word >> (ids % 32)) & 1 != 0, value, float("-inf"))
             tl.store(row + ids, value, mask=inside)
-        tile_best, tile_id = tl.max(value, axis=0, return_indices=True)
-        best_id = tl.where(tile_best > best, start + tile_id, best_id)
-        best = tl.maximum(best, tile_best)
-    # Other threads read what this one stored.
-    tl.debug_barrier()
+        is_higher = value > highest
+        highest_ids = tl.where(is_higher, ids, highest_ids)
+        highest = tl.where(is_higher, value, highest)
+    raw_best = tl.max(raw_highest, axis=0)
+    best = tl.max(highest, axis=0)
+    best_id = tl.min(tl.where(highest == best, highest_ids, VOCAB - 1), axis=0)
+    pivot = tl.where(tl.abs(raw_best) == float("inf"), 0.0, raw_best)
+    raw_sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, VOCAB, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        raw_sums += tl.exp(tl.load(raw_row + ids, mask=ids < VOCAB, other=float("-inf")) - pivot)
+    raw_sum = tl.sum(raw_sums, axis=0)
 
     temperature = tl.load(table).to(tl.float32)
-    is_bad = (num_nan > 0) | (tl.abs(raw_best) == float("inf"))
+    is_bad = (tl.max(nan, axis=0) > 0) | (tl.abs(raw_best) == float("inf"))
     is_empty = tl.abs(best) == float("inf")
     token = best_id
     if (temperature > 0) & (not (is_bad | is_empty)):
+        # Other threads read what this one stored, here and below.
+        tl.debug_barrier()
+        _store_weights(row if HAS_ADJUSTED else raw_row, row, best, temperature, VOCAB, BLOCK)
+        tl.debug_barrier()
         top_p = tl.load(table + 1)
         floor = tl.load(table + 2).to(tl.float32).to(tl.int32, bitcast=True)
         top_k = tl.load(top_ks + line)
         if top_k > 0:
-            floor = tl.maximum(floor, _top_k_floor(row, best, temperature, top_k, VOCAB, BLOCK))
+            floor = tl.maximum(floor, _top_k_floor(row, top_k, VOCAB, BLOCK))
         if top_p < 1.0:
-            floor = _top_p_floor(row, best, temperature, floor, top_k, top_p, VOCAB, BLOCK)
+            floor = _top_p_floor(row, floor, top_k, top_p, VOCAB, BLOCK)
         uniform = _uniform(tl.load(seeds + line), tl.load(positions + line))
-        token = _invert(row, best, temperature, floor, uniform, VOCAB, BLOCK, SPAN)
+        token = _invert(row, floor, uniform, VOCAB, BLOCK, SPAN)
     # For the next step, which may be enqueued before the host knows the token; 0 of a failed row is a valid one.
     slot = tl.load(seats + line).to(tl.int64) * RING + tl.load(positions + line) % RING
     tl.store(ring + slot, tl.where(is_bad | is_empty, 0, token))

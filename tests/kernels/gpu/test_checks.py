@@ -69,6 +69,30 @@ def test_control_a_decode_split_that_is_not_reduced_is_caught(monkeypatch: pytes
 
 
 def test_more_splits_than_one_round_of_the_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen splits are 4 K of context, too long to interpret: rounds of two stand for them."""
+    """Thirty-two splits are 8 K of context, too long to interpret: rounds of two stand for them."""
     monkeypatch.setattr(gpu_decode, "SPLITS_BLOCK", 2)
     check_attention(torch.device("cpu"), replace(ATTENTION_CASES[0], rows=((1, 900), (1, 300))))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_few_programs_deal_out_the_splits_of_many_rows(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long row among short ones, and one that only pads; the grid is bounded whatever the tables' width."""
+    monkeypatch.setattr(gpu_decode, "MAX_PROGRAMS", 3)
+    grids = []
+    launch = gpu_decode._decode_kernel.launch
+
+    def recorded(grid: tuple[int, ...], arguments: dict[str, object], **options: int) -> None:
+        grids.append(grid)
+        launch(grid, arguments, **options)
+
+    monkeypatch.setattr(gpu_decode._decode_kernel, "launch", recorded)
+    rows = ((1, 1), (1, 700), (1, 256), (1, 257))
+    check_attention(torch.device("cpu"), replace(ATTENTION_CASES[0], rows=rows, window=window))
+    assert grids == [(3,)]
+
+
+def test_more_decoding_rows_than_one_block_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_decode, "ROWS_BLOCKS", (1, 2))
+    check_attention(torch.device("cpu"), replace(ATTENTION_CASES[0], rows=((1, 3), (1, 300), (1, 20))))

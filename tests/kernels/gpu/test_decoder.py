@@ -10,8 +10,10 @@ from transformers import PreTrainedModel
 from kernels.batch import ForwardBatch
 from kernels.config import ModelConfig
 from kernels.gpu import decode_graphs
+from kernels.gpu.aot import _specialize
 from kernels.gpu.bench import RandomWeights
 from kernels.gpu.decoder import GpuDecoderModel
+from kernels.gpu.jit import Kernel
 from kernels.gpu.kv_pool import GpuKVPool
 from kernels.kv_pool import KVPool
 from kernels.models.decoder import DecoderModel
@@ -179,3 +181,28 @@ def test_warmup_leaves_the_pool_alone() -> None:
     model = _small(torch.device("cpu"))
     model.warmup()
     assert model.kv_pool.blocks.isnan().all()
+
+
+def test_warmup_asks_for_every_variant_that_a_step_may_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not compiled by then is compiled in the middle of serving, copies of blocks among it."""
+    variants: set[tuple[str, str]] = set()
+
+    def asked(self: Kernel, grid: tuple[int, ...], arguments: dict[str, object], **_: int) -> None:
+        if 0 not in grid:
+            variants.add((self.name, str(_specialize(self.compiled, arguments))))
+
+    monkeypatch.setattr(Kernel, "launch", asked)
+    model = _small(torch.device("cpu"))
+    model.warmup()
+    warm, tokens = set(variants), [list(range(48))] * 3
+    for rows in (
+        ((0, 0, 1),),
+        ((0, 0, 16), (1, 3, 20)),
+        ((0, 1, 2), (1, 4, 5), (2, 0, 17)),
+        ((0, 1, 2), (1, 4, 5), (2, 40, 41)),
+    ):
+        model.forward(make_batch(tokens, rows))
+    model.kv_pool.copy_blocks([(1, 2)])
+    model.kv_pool.copy_blocks([(1, 2), (3, 4), (5, 6)])
+    assert variants == warm
+    assert {"block_copy_kernel", "decode_kernel", "prefill_kernel"} <= {name for name, _ in warm}

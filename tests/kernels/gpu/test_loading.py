@@ -63,3 +63,15 @@ def test_auto_takes_the_cpu_and_says_why_and_cuda_insists(
     assert "quantization int8 has no path there yet; the model runs on the cpu" in caplog.text
     with pytest.raises(OptionsError, match="device is cuda; quantization int8"):
         model_loading.load_model_runner(replace(options, device="cuda"), source)
+
+
+def test_a_device_that_is_too_old_is_passed_over(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_loading.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(model_loading.torch.cuda, "get_device_capability", lambda: (7, 5))
+    options = replace(OPTIONS, dtype="float32")
+    assert not model_loading.load_model_runner(options, source).prefers_lookahead
+    assert "its compute capability is 7.5; the kernels need 8.0; the model runs on the cpu" in caplog.text
+    with pytest.raises(OptionsError, match=r"device is cuda; its compute capability is 7\.5"):
+        model_loading.load_model_runner(replace(options, device="cuda"), source)

@@ -19,6 +19,7 @@ from kernels.runner import RunnerOptions
 from kernels.weights import open_checkpoint
 from tests.kernels.driving import Driver, Generation
 from tests.kernels.gpu.test_decoder import SMALL, make_batch
+from tests.kernels.test_determinism_gpu import LENGTHS, check_attention_alone
 from tests.kernels.tiny import make_model, reference_tokens, save
 
 CPU = torch.device("cpu")
@@ -95,9 +96,19 @@ def test_hazard_offsets_beyond_32_bits(cuda_device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_attention_over_a_long_context(cuda_device: torch.device) -> None:
-    """Thirty-three splits, reduced sixteen at a time, and a long chunk behind a long prefix."""
+    """Thirty-three splits, reduced thirty-two at a time, and a long chunk behind a long prefix."""
     rows = ((1, 8192 + 5), (1, 4096), (700, 5000))
     check_attention(cuda_device, AttentionCase(128, 32, 8, 16, torch.bfloat16, rows))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+def test_attention_on_a_device_is_equal_to_the_bit_among_many(
+    window: int | None, cuda_device: torch.device
+) -> None:
+    """More decoding rows than the variant for small batches takes."""
+    rows = tuple((1, 7 + 31 * i) for i in range(40))
+    check_attention_alone(cuda_device, (*rows, *LENGTHS[3:]), window, torch.bfloat16)
 
 
 def test_the_benchmarks_model_is_the_8b_shape() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.gpu.checks.sampling import check_sampling, make_params
+from kernels.gpu.checks.sampling import _assert_same, check_sampling, make_params
 from kernels.gpu.jit import Kernel
 from kernels.gpu.sample_rows import host_tensors, mask_tensors, prepare, sample_inputs
 from kernels.gpu.sampler import GpuSampler
@@ -15,7 +15,7 @@ from kernels.ops.sampling.gpu import STATUS_OK, Allowed, sample
 from kernels.ops.sampling.gpu_counts import _token_counts_kernel
 from kernels.ops.sampling.gpu_kernel import _bias_kernel, _sample_kernel
 from kernels.sampling import Sampler
-from scheduler.plan import SamplingParams, ScheduledRow
+from scheduler.plan import RowResult, SamplingParams, ScheduledRow, TokenLogprobs
 
 CPU = torch.device("cpu")
 VOCAB = 70
@@ -197,3 +197,18 @@ def test_a_bit_mask_leaves_only_what_it_names() -> None:
     assert found.statuses[3] != STATUS_OK, "nothing is allowed"
     free = GpuSampler(VOCAB, StepInputs(CPU, 4)).sample(logits[2:3], rows[2:3])
     assert found.token_ids[2] == free[0].token_id
+
+
+def test_the_check_lets_devices_differ_only_among_equals_at_the_lists_end() -> None:
+    """Which of those `topk` lists is not said, and differs between devices."""
+
+    def listing(*token_ids: int) -> RowResult:
+        top = tuple((token_id, float(logits[token_id])) for token_id in token_ids)
+        return RowResult("r", token_id=0, logprobs=TokenLogprobs(-0.5, top))
+
+    logits = torch.tensor([3.0, 3.0, 2.0, 2.0, 1.0])
+    _assert_same(listing(0, 1, 2), listing(0, 1, 3), logits)
+    with pytest.raises(AssertionError):
+        _assert_same(listing(1, 0, 2), listing(0, 1, 2), logits)
+    with pytest.raises(AssertionError):
+        _assert_same(listing(0, 1, 4), listing(0, 1, 2), logits)

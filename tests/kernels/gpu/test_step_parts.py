@@ -5,6 +5,7 @@ import torch
 
 from kernels.batch import ForwardBatch
 from kernels.config import ModelConfig
+from kernels.gpu import decode_graphs
 from kernels.gpu.copies import ImmediateCopies
 from kernels.gpu.decode_graphs import BATCH_BUCKETS, MAX_GRAPHS, DecodeGraphs
 from kernels.gpu.kv_pool import GpuKVPool
@@ -167,6 +168,36 @@ def test_shapes_depend_on_the_bucket_alone() -> None:
         logits = graphs.forward(decode_batch(num_rows, width))
         assert logits[:, 0].tolist() == [5 + i for i in range(num_rows)]
     assert run.shapes == [(4, 64), (4, 64), (8, 256), (256, 64), (1, 1024)]
+
+
+def test_warmup_captures_what_the_options_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches up to the largest, contexts up to the longest; the widest first, of too many the short contexts."""
+    captured: list[tuple[int, int]] = []
+
+    class Captured:
+        def __init__(
+            self, run: object, inputs: object, num_rows: int, num_blocks: int, capture: object
+        ) -> None:
+            captured.append((num_rows, num_blocks))
+
+        def replay(self, batch: ForwardBatch) -> None:
+            pass
+
+    def captures(max_num_seqs: int, max_context_tokens: int) -> list[tuple[int, int]]:
+        graphs = DecodeGraphs(Recorder(), StepInputs(CPU, max_num_seqs), block_size=16)
+        monkeypatch.setattr(graphs, "_capture", object())
+        captured.clear()
+        graphs.warmup(max_context_tokens)
+        return list(captured)
+
+    monkeypatch.setattr(decode_graphs, "_Graph", Captured)
+    assert captures(3, 1500) == [(4, 256), (2, 256), (1, 256), (4, 64), (2, 64), (1, 64)]
+    assert captures(1, 1024) == [(1, 64)]
+    assert captures(1, 1025) == [(1, 256), (1, 64)]
+    many = captures(1000, 1 << 20)
+    assert len(many) == MAX_GRAPHS
+    assert many[0][1] == 64 * 4**4
+    assert set(many) >= {(rows, 64) for rows in BATCH_BUCKETS}
 
 
 def test_the_number_of_graphs_is_bounded_and_the_oldest_goes() -> None:

@@ -99,6 +99,31 @@ def test_a_fast_candidate_with_wrong_results_is_passed_over(table: Path) -> None
     assert "a device" not in load_table(table)
 
 
+def test_a_candidate_that_does_not_run_or_is_slower_is_passed_over_unchecked(table: Path) -> None:
+    checked: list[LaunchConfig] = []
+
+    def by_block_if_it_fits(op: str, bucket: str, device: torch.device) -> float:
+        if launch_config(op, bucket, device) == WIDER:
+            raise RuntimeError("out of resource: shared memory")
+        return by_block(op, bucket, device)
+
+    check = Check(
+        "seen", ("silu_mul",), lambda device: checked.append(launch_config("silu_mul", "any", device))
+    )
+    chosen = tune(
+        "silu_mul",
+        "any",
+        CPU,
+        tried=(WIDER, WIDE),
+        checks=(check,),
+        measured=by_block_if_it_fits,
+        path=table,
+    )
+    assert chosen.block_n == 1024
+    assert checked == [chosen]
+    assert "a device" not in load_table(table)
+
+
 def test_every_entry_has_candidates_and_a_workload() -> None:
     for op, buckets in load_table(TABLE_PATH)[DEFAULT].items():
         assert any(True for _ in candidates(op)), op
@@ -117,6 +142,7 @@ def test_bench_runs_from_end_to_end_and_reports_json() -> None:
         decode_context=20,
         attention=((1, 40),),
         prefill=((1, 33),),
+        flushed_bytes=1 << 12,
         copy_bytes=1 << 16,
         matrix_size=64,
         num_runs=1,
