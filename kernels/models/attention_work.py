@@ -28,12 +28,12 @@ class AttentionWork:
 class AttentionPlanner:
     """Cuts prompts into runs of queries and, where a step has little else to share out, rows into spans of keys.
 
-    How a row is cut has no influence on its result, to the bit.
+    A plan is for the layers of one window (0 for none): of a span that lies before it nothing would be computed, and
+    what is left in its part is not to be merged. How a row is cut has no influence on its result, to the bit.
     """
 
     def __init__(self, config: ModelConfig, block_size: int, num_threads: int) -> None:
         self._num_kv_heads = config.num_kv_heads
-        self._window = config.sliding_window or 0
         self._group = config.num_heads // config.num_kv_heads
         self._queries_per_item = max(1, MAX_QUERIES // self._group)
         self._span_tokens = span_tokens.py_func(block_size)
@@ -45,7 +45,7 @@ class AttentionPlanner:
         """Room for one span of one item and KV head."""
         return self._part_bytes
 
-    def plan(self, batch: ForwardBatch) -> AttentionWork:
+    def plan(self, batch: ForwardBatch, window: int) -> AttentionWork:
         """Every token's attention."""
         num_decodes = batch.num_decode_rows
         starts = batch.query_start.tolist()
@@ -59,32 +59,32 @@ class AttentionPlanner:
         decodes = items[:num_decodes]
         decodes["row"], decodes["count"], decodes["span"] = np.arange(num_decodes), 1, ALL_SPANS
         items[num_decodes:] = chunks
-        return self._share(items, batch)
+        return self._share(items, batch, window)
 
-    def plan_sampled(self, batch: ForwardBatch) -> AttentionWork:
+    def plan_sampled(self, batch: ForwardBatch, window: int) -> AttentionWork:
         """The sampled tokens' attention only."""
         starts, indices = batch.query_start.numpy(), batch.sample_indices.numpy()
         items = np.zeros(len(indices), ITEM)
         items["row"] = np.searchsorted(starts, indices, side="right") - 1
         items["first"] = indices - starts[items["row"]]
         items["count"], items["span"] = 1, ALL_SPANS
-        return self._share(items, batch)
+        return self._share(items, batch, window)
 
-    def _share(self, items: npt.NDArray[np.void], batch: ForwardBatch) -> AttentionWork:
+    def _share(self, items: npt.NDArray[np.void], batch: ForwardBatch, window: int) -> AttentionWork:
         if len(items) * self._num_kv_heads < self._enough_tasks:
-            return self._split(items, batch)
+            return self._split(items, batch, window)
         # With work for everyone a thread takes all heads of an item, and its blocks come in one stream.
         whole_rows = len(items) >= 2 * self._enough_tasks
         return AttentionWork(items, items[:0], 0, self._num_kv_heads if whole_rows else 1)
 
-    def _split(self, items: npt.NDArray[np.void], batch: ForwardBatch) -> AttentionWork:
+    def _split(self, items: npt.NDArray[np.void], batch: ForwardBatch, window: int) -> AttentionWork:
         starts, context_lens = batch.query_start.tolist(), batch.context_lens.tolist()
         pieces: list[tuple[int, ...]] = []
         merges: list[tuple[int, ...]] = []
         num_parts = 0
         for row, first, count, _, _ in items.tolist():
             position = context_lens[row] - (starts[row + 1] - starts[row]) + first
-            seen_from = max(0, position - self._window + 1) if self._window else 0
+            seen_from = max(0, position - window + 1) if window else 0
             spans = range(seen_from // self._span_tokens, -(-(position + count) // self._span_tokens))
             if len(spans) == 1:
                 pieces.append((row, first, count, ALL_SPANS, 0))

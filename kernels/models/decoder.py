@@ -15,8 +15,8 @@ from kernels.models.portable import PortableDecoder
 class DecoderModel:
     """Weights under their Hugging Face names, bound to one KV pool. Used by one thread at a time.
 
-    On processors with AVX-512 a bfloat16 Llama-like model runs as one compiled call per step;
-    Gemma 3 has a decoder of its own, and everything else takes the portable path. `quantization` is "none" or "int8".
+    On processors with AVX-512 a bfloat16 model runs as one compiled call per step; everything else takes a portable
+    path, of which Gemma 3 has its own. `quantization` is "none" or "int8".
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class DecoderModel:
         self.kv_pool = kv_pool
         quantized = quantization == "int8"
         self._decoder: FusedDecoder | PortableDecoder | Gemma3Decoder
-        if config.gemma3 is not None:
-            self._decoder = Gemma3Decoder(
-                config, config.gemma3, weights, kv_pool, dtype=dtype, quantized=quantized
-            )
-        elif fused_supported(config, kv_pool, dtype, quantized=quantized):
+        if fused_supported(config, kv_pool, dtype, quantized=quantized):
             self._decoder = FusedDecoder(
                 config, weights, kv_pool, quantized=quantized, num_threads=num_threads
+            )
+        elif config.gemma3 is not None:
+            self._decoder = Gemma3Decoder(
+                config, config.gemma3, weights, kv_pool, dtype=dtype, quantized=quantized
             )
         else:
             self._decoder = PortableDecoder(config, weights, kv_pool, dtype=dtype, quantized=quantized)

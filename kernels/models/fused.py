@@ -1,4 +1,4 @@
-"""The decoder on CPUs with AVX-512: packed weights, step buffers, one compiled call per step."""
+"""The decoder on CPUs with AVX-512: step buffers, plans of attention, one compiled call per step."""
 
 from collections.abc import Mapping
 
@@ -10,21 +10,18 @@ from kernels.config import ModelConfig
 from kernels.kv_pool import KVPool
 from kernels.models import fused_step
 from kernels.models.attention_work import AttentionPlanner, AttentionWork
-from kernels.models.rope import rotary_tables
+from kernels.models.packed_weights import PackedWeights, layer_windows
 from kernels.models.step_fields import StepFields
-from kernels.models.step_layout import LAYER, WORK
+from kernels.models.step_layout import WORK
 from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.ops.cpu.precompile import precompile
 from kernels.ops.cpu.tasks import END_STAMP, PHASE_BYTES, START_STAMP
 from kernels.ops.cpu.threads import run_on_threads
 from kernels.ops.linear import cpu as linear_kernel
 from kernels.ops.linear.arena import Arena
-from kernels.ops.linear.cpu import describe
-from kernels.ops.linear.packing import PackedLinear, pack_gate_up, pack_linear
+from kernels.ops.linear.cpu import GELU_MUL, SILU_MUL
 from kernels.ops.paged_attention.cpu import scratch_bytes
 from kernels.ops.paged_attention.cpu_span import SEGMENT
-
-_PROJECTIONS = "qkv"
 
 
 def fused_supported(
@@ -59,81 +56,41 @@ class FusedDecoder:
         self.kv_pool = kv_pool
         self._quantized = quantized
         self._num_threads = num_threads or torch.get_num_threads()
-        self._packed: list[PackedLinear] = []
-        self._arena = Arena()
-        self._norms: list[torch.Tensor] = []
-        self._layers = np.zeros(config.num_layers, LAYER)
-        for index in range(config.num_layers):
-            self._load_layer(weights, index)
-        embedding = weights["model.embed_tokens.weight"]
-        head = embedding if config.tie_word_embeddings else weights["lm_head.weight"]
-        self._packed.append(self._pack(head))
-        self._embedding = embedding.to(torch.bfloat16).contiguous()
-        self._linears = np.array([describe(linear) for linear in self._packed], np.int64)
-        self._cos, self._sin = rotary_tables(config, config.max_position_embeddings)
+        self._weights = PackedWeights(config, weights, quantized=quantized)
         self._step = StepFields()
         self._buffers: dict[str, torch.Tensor] = {}
         self._compiled = False
-        self._work = np.zeros(2, WORK)
+        windows = layer_windows(config)
+        self._windows = tuple(dict.fromkeys(windows))
+        self._last_window = windows[-1]
+        self._work = np.zeros(len(self._windows) + 1, WORK)
+        """Of each window, and of the last layer where only sampled rows are computed."""
+        self._weights.layers["work"] = [
+            self._work[self._windows.index(window) :].ctypes.data for window in windows
+        ]
         self._attention = AttentionPlanner(config, kv_pool.block_size, self._num_threads)
         self._parts = torch.empty(0, dtype=torch.uint8)
         # Kept between steps: touching 12 MB of new pages for 64 rows would cost more than writing them.
         self._logits = torch.empty(0, config.vocab_size)
         self._max_tokens = 0
-        self._describe_model(self._norm(weights["model.norm.weight"]))
+        self._describe_model()
 
-    def _norm(self, weight: torch.Tensor | None) -> int:
-        if weight is None:
-            return 0
-        self._norms.append(weight.float().contiguous())
-        return self._norms[-1].data_ptr()
-
-    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-        return pack_linear(weight, bias, quantized=self._quantized, arena=self._arena)
-
-    def _load_layer(self, weights: Mapping[str, torch.Tensor], index: int) -> None:
-        prefix = f"model.layers.{index}."
-        attention = prefix + "self_attn."
-        qkv = torch.cat([weights[f"{attention}{name}_proj.weight"] for name in _PROJECTIONS])
-        bias = None
-        if self.config.qkv_bias:
-            bias = torch.cat([weights[f"{attention}{name}_proj.bias"] for name in _PROJECTIONS])
-        self._packed += [
-            self._pack(qkv, bias),
-            self._pack(weights[attention + "o_proj.weight"]),
-            pack_gate_up(
-                weights[prefix + "mlp.gate_proj.weight"],
-                weights[prefix + "mlp.up_proj.weight"],
-                quantized=self._quantized,
-                arena=self._arena,
-            ),
-            self._pack(weights[prefix + "mlp.down_proj.weight"]),
-        ]
-        self._layers[index] = (
-            self._norm(weights[prefix + "input_layernorm.weight"]),
-            self._norm(weights[prefix + "post_attention_layernorm.weight"]),
-            self._norm(weights.get(attention + "q_norm.weight") if self.config.qk_norm else None),
-            self._norm(weights.get(attention + "k_norm.weight") if self.config.qk_norm else None),
-        )
-
-    def _describe_model(self, final_norm: int) -> None:
-        config, pool = self.config, self.kv_pool
+    def _describe_model(self) -> None:
+        config, pool, weights = self.config, self.kv_pool, self._weights
+        gemma3 = config.gemma3
         group = config.num_heads // config.num_kv_heads
-        wide = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+        wide = max(2 * config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
         scratch = max(scratch_bytes(group, config.head_dim), wide * 4, linear_kernel.scratch_bytes(wide))
         scratch_stride = scratch // 64 * 64 + 4096
         num_counters = 1 + config.num_layers * fused_step.PHASES_PER_LAYER + fused_step.EXTRA_PHASES
         self._counters = np.zeros((num_counters, PHASE_BYTES // 8), np.int64)
         self._scratch = torch.zeros(self._num_threads * scratch_stride, dtype=torch.uint8)
         for name, value in {
-            "layers": self._layers.ctypes.data,
-            "work": self._work.ctypes.data,
-            "last_work": self._work[1:].ctypes.data,
-            "linears": self._linears.ctypes.data,
-            "embedding": self._embedding.data_ptr(),
-            "final_norm": final_norm,
-            "cos": self._cos.data_ptr(),
-            "sin": self._sin.data_ptr(),
+            "layers": weights.layers.ctypes.data,
+            "last_work": self._work[-1:].ctypes.data,
+            "linears": weights.linears.ctypes.data,
+            "embedding": weights.embedding.data_ptr(),
+            "final_norm": weights.final_norm,
             "keys": pool.keys.data_ptr(),
             "values": pool.values.data_ptr(),
             "counters": self._counters.ctypes.data,
@@ -147,14 +104,15 @@ class FusedDecoder:
             "head_dim": config.head_dim,
             "intermediate": config.intermediate_size,
             "block_size": pool.block_size,
-            "window": config.sliding_window or 0,
             "quantized": int(self._quantized),
+            "activation": SILU_MUL if gemma3 is None else GELU_MUL,
             "layer_kv_bytes": pool.keys[0].nbytes,
             "block_kv_bytes": pool.keys[0, 0].nbytes,
             "qkv_width": (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * 4,
             "logits_width": config.vocab_size * 4,
             "eps_bits": _bits(config.rms_norm_eps),
-            "scale_bits": _bits(config.head_dim**-0.5),
+            "scale_bits": _bits(config.head_dim**-0.5 if gemma3 is None else gemma3.attention_scale),
+            "embedding_scale_bits": _bits(weights.embedding_scale),
         }.items():
             self._step.set(name, value)
 
@@ -173,13 +131,14 @@ class FusedDecoder:
         attention = config.num_heads * config.head_dim
         widths = {
             "x": config.hidden_size * 4,
+            "branch": 0 if config.gemma3 is None else config.hidden_size * 4,
             "normed": config.hidden_size * 2,
             "qkv": attention * 4 + 2 * config.num_kv_heads * config.head_dim * 4,
             "query": attention * 2,
             "attended": attention * 2,
             "mid": config.intermediate_size * 2,
             "codes": max(attention, config.intermediate_size) if self._quantized else 0,
-            "scales": max(linear.num_groups for linear in self._packed) * 4 if self._quantized else 0,
+            "scales": self._weights.most_groups * 4 if self._quantized else 0,
         }
         memory = Arena(sum(num_tokens * width + 64 for width in widths.values()))
         for name, width in widths.items():
@@ -248,9 +207,9 @@ class FusedDecoder:
         """Tells the step how to share out attention; the result must outlive the step."""
         indices = batch.sample_indices.numpy()
         only_sampled = len(indices) < batch.token_ids.shape[0] and bool((indices[1:] > indices[:-1]).all())
-        work: tuple[AttentionWork, ...] = (self._attention.plan(batch),)
+        work = tuple(self._attention.plan(batch, window) for window in self._windows)
         if only_sampled:
-            work += (self._attention.plan_sampled(batch),)
+            work += (self._attention.plan_sampled(batch, self._last_window),)
         self._make_parts(max(each.num_parts for each in work))
         self._step.set("only_sampled", int(only_sampled))
         for record, each in zip(self._work, work, strict=False):
@@ -263,7 +222,7 @@ class FusedDecoder:
         """The compiled step reads and writes raw memory: an index out of range would corrupt it silently."""
         for indices, bound in (
             (batch.token_ids, self.config.vocab_size),
-            (batch.positions, self._cos.shape[0]),
+            (batch.positions, self.config.max_position_embeddings),
             (batch.slot_mapping, self.kv_pool.num_blocks * self.kv_pool.block_size),
             (batch.block_tables, self.kv_pool.num_blocks),
             (batch.sample_indices, batch.token_ids.shape[0]),

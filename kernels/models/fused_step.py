@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from kernels.models.step_layout import ITEM, LAYER, STEP, WORK
-from kernels.ops.cpu.intrinsics import cycles, f32, fetch_add, i32, i64, pointer_to, u16
+from kernels.models.fused_attention import attend_and_store
+from kernels.models.step_layout import LAYER, STEP
+from kernels.ops.cpu.intrinsics import cycles, f32, fetch_add, float_of, i64, pointer_to, u16
 from kernels.ops.cpu.jit import call, device, numba, unit
 from kernels.ops.cpu.tasks import PHASE_BYTES, START_STAMP, done, draw, wait
 from kernels.ops.cpu.vector_math import from_bf16
-from kernels.ops.linear.cpu import ADD, LINEAR_BYTES, NUM_GROUPS, NUM_INPUTS, SILU_MUL, STORE, linear_phase
+from kernels.ops.linear.cpu import ADD, LINEAR_BYTES, NUM_GROUPS, NUM_INPUTS, STORE, linear_phase
 from kernels.ops.paged_attention.cpu import attend, merge_parts
 from kernels.ops.rms_norm.cpu import quantize_phase, rms_norm_phase
+from kernels.ops.rms_norm.cpu_add import add_norm_phase
 from kernels.ops.rotary.cpu import rotate_and_store_phase
 
 PHASES_PER_LAYER = 12
@@ -22,7 +24,15 @@ _ATTENTION_PHASES = 8
 EXTRA_PHASES = 3
 _ROWS_PER_TILE = 8
 
-UNITS = (linear_phase, rms_norm_phase, quantize_phase, rotate_and_store_phase, attend, merge_parts)
+UNITS = (
+    linear_phase,
+    rms_norm_phase,
+    add_norm_phase,
+    quantize_phase,
+    rotate_and_store_phase,
+    attend,
+    merge_parts,
+)
 
 QKV, OUT, GATE_UP, DOWN = 0, 1, 2, 3
 LINEARS_PER_LAYER = 4
@@ -30,8 +40,6 @@ LINEARS_PER_LAYER = 4
 
 _step_at = pointer_to(numba.from_dtype(STEP))
 _layers_at = pointer_to(numba.from_dtype(LAYER))
-_items_at = pointer_to(numba.from_dtype(ITEM))
-_work_at = pointer_to(numba.from_dtype(WORK))
 
 
 @unit
@@ -46,19 +54,22 @@ def work(address: int) -> None:
         start[0] = cycles()
     _embed(step, step.counters)
     rows = step.num_tokens
+    fed_norm = 0
     for index in range(step.num_layers):
         own = linears + index * LINEARS_PER_LAYER * LINEAR_BYTES
         phase = step.counters + (1 + index * PHASES_PER_LAYER) * PHASE_BYTES
-        attention = step.work
+        layer = layers[index]
+        attention = layer.work
         if step.only_sampled != 0 and index + 1 == step.num_layers:
             # Nobody asks for the last layer's other rows: of these only keys and values are needed.
             attention, rows = step.last_work, step.num_sampled
-        _attention_half(step, layers[index], attention, own, index, rows, scratch, phase)
-        _mlp_half(step, layers[index], own, rows, scratch, phase + _ATTENTION_PHASES * PHASE_BYTES)
+        _attention_half(step, layer, fed_norm, attention, own, index, rows, scratch, phase)
+        _mlp_half(step, layer, own, rows, scratch, phase + _ATTENTION_PHASES * PHASE_BYTES)
+        fed_norm = layer.fed_norm
     phase = step.counters + (1 + step.num_layers * PHASES_PER_LAYER) * PHASE_BYTES
     head = linears + step.num_layers * LINEARS_PER_LAYER * LINEAR_BYTES
     index = 0 if step.only_sampled != 0 else step.sample_indices
-    _norm(step, step.num_sampled, index, step.final_norm, head, scratch, phase)
+    _norm(step, step.num_sampled, index, fed_norm, step.final_norm, head, scratch, phase)
     _linear(
         step,
         head,
@@ -75,23 +86,49 @@ def work(address: int) -> None:
 @device
 def _embed(step: Any, phase: int) -> None:
     num_tiles = (step.num_tokens + _ROWS_PER_TILE - 1) // _ROWS_PER_TILE
-    size = step.hidden
+    size, scale = step.hidden, float_of(np.uint32(step.embedding_scale_bits))
     number = draw(phase)
     while number < num_tiles:
         for row in range(number * _ROWS_PER_TILE, min((number + 1) * _ROWS_PER_TILE, step.num_tokens)):
             source = u16(step.embedding + i64(step.token_ids)[row] * size * 2)
             target = f32(step.x + row * size * 4)
             for i in range(size):
-                target[i] = from_bf16(source[i])
+                target[i] = from_bf16(source[i]) * scale
         done(phase, num_tiles)
         number = draw(phase)
     wait(phase, num_tiles)
 
 
 @device
-def _norm(step: Any, rows: int, index: int, weight: int, linear: int, scratch: int, phase: int) -> None:
-    """The input of `linear`: normed rows of x, quantized where the product is."""
+def _norm(
+    step: Any, rows: int, index: int, branch_norm: int, weight: int, linear: int, scratch: int, phase: int
+) -> None:
+    """The input of `linear`: normed rows of x, quantized where the product is.
+
+    Before that x takes in what the last product left in `branch`, itself normed, where it has a norm of its own.
+    """
     quantized = step.quantized != 0
+    groups = i64(linear)[NUM_GROUPS] if quantized else 0
+    ldo = step.hidden if quantized else step.hidden * 2
+    if branch_norm != 0:
+        call(
+            step.add_norm_phase,
+            rows,
+            index,
+            step.x,
+            step.hidden,
+            step.branch,
+            branch_norm,
+            weight,
+            step.eps_bits,
+            groups,
+            step.normed,
+            ldo,
+            step.scales,
+            scratch,
+            phase,
+        )
+        return
     call(
         step.rms_norm_phase,
         rows,
@@ -100,9 +137,9 @@ def _norm(step: Any, rows: int, index: int, weight: int, linear: int, scratch: i
         step.hidden,
         weight,
         step.eps_bits,
-        i64(linear)[NUM_GROUPS] if quantized else 0,
+        groups,
         step.normed,
-        step.hidden if quantized else step.hidden * 2,
+        ldo,
         step.scales,
         scratch,
         phase,
@@ -118,8 +155,10 @@ def _linear(
 
 
 @device
-def _add_linear(step: Any, linear: int, rows: int, a: int, scratch: int, phase: int) -> None:
-    """x[rows] += linear(a[rows]); takes two phases."""
+def _add_linear(
+    step: Any, linear: int, rows: int, a: int, branch_norm: int, scratch: int, phase: int
+) -> None:
+    """x[rows] += linear(a[rows]), or branch = linear(a), which the next norm adds; takes two phases."""
     if step.quantized != 0:
         size = i64(linear)[NUM_INPUTS]
         call(
@@ -135,14 +174,24 @@ def _add_linear(step: Any, linear: int, rows: int, a: int, scratch: int, phase: 
             phase,
         )
         a = step.codes
-    _linear(step, linear, ADD, rows, a, step.x, step.hidden * 4, scratch, phase + PHASE_BYTES)
+    mode, out = (ADD, step.x) if branch_norm == 0 else (STORE, step.branch)
+    _linear(step, linear, mode, rows, a, out, step.hidden * 4, scratch, phase + PHASE_BYTES)
 
 
 @device
 def _attention_half(
-    step: Any, layer: Any, attention: int, own: int, index: int, rows: int, scratch: int, phase: int
+    step: Any,
+    layer: Any,
+    fed_norm: int,
+    attention: int,
+    own: int,
+    index: int,
+    rows: int,
+    scratch: int,
+    phase: int,
 ) -> None:
-    _norm(step, step.num_tokens, 0, layer.input_norm, own + QKV * LINEAR_BYTES, scratch, phase)
+    """`fed_norm` is of the layer before."""
+    _norm(step, step.num_tokens, 0, fed_norm, layer.input_norm, own + QKV * LINEAR_BYTES, scratch, phase)
     _linear(
         step,
         own + QKV * LINEAR_BYTES,
@@ -154,25 +203,26 @@ def _attention_half(
         scratch,
         phase + PHASE_BYTES,
     )
-    keys, values = step.keys + index * step.layer_kv_bytes, step.values + index * step.layer_kv_bytes
-    _rotate_and_store(step, layer, keys, values, phase + 2 * PHASE_BYTES)
-    work = numba.carray(_work_at(attention), 1)[0]
-    _attend(step, work, keys, values, scratch, phase + 3 * PHASE_BYTES)
-    if work.num_merges > 0:
-        _merge(step, work, phase + 4 * PHASE_BYTES)
-    if rows < step.num_tokens:
-        _keep_sampled(step, phase + 5 * PHASE_BYTES)
-    _add_linear(step, own + OUT * LINEAR_BYTES, rows, step.attended, scratch, phase + 6 * PHASE_BYTES)
+    attend_and_store(step, layer, attention, index, rows, scratch, phase + 2 * PHASE_BYTES)
+    _add_linear(
+        step,
+        own + OUT * LINEAR_BYTES,
+        rows,
+        step.attended,
+        layer.attended_norm,
+        scratch,
+        phase + 6 * PHASE_BYTES,
+    )
 
 
 @device
 def _mlp_half(step: Any, layer: Any, own: int, rows: int, scratch: int, phase: int) -> None:
-    _norm(step, rows, 0, layer.post_norm, own + GATE_UP * LINEAR_BYTES, scratch, phase)
+    _norm(step, rows, 0, layer.attended_norm, layer.mlp_norm, own + GATE_UP * LINEAR_BYTES, scratch, phase)
     ldo = step.intermediate * 2
     _linear(
         step,
         own + GATE_UP * LINEAR_BYTES,
-        SILU_MUL,
+        step.activation,
         rows,
         step.normed,
         step.mid,
@@ -180,115 +230,6 @@ def _mlp_half(step: Any, layer: Any, own: int, rows: int, scratch: int, phase: i
         scratch,
         phase + PHASE_BYTES,
     )
-    _add_linear(step, own + DOWN * LINEAR_BYTES, rows, step.mid, scratch, phase + 2 * PHASE_BYTES)
-
-
-@device
-def _rotate_and_store(step: Any, layer: Any, keys: int, values: int, phase: int) -> None:
-    call(
-        step.rotate_and_store_phase,
-        step.num_tokens,
-        step.qkv,
-        step.heads,
-        step.kv_heads,
-        step.head_dim,
-        step.cos,
-        step.sin,
-        step.positions,
-        layer.query_norm,
-        layer.key_norm,
-        step.eps_bits,
-        step.query,
-        keys,
-        values,
-        step.block_kv_bytes,
-        step.block_size,
-        step.slots,
-        phase,
+    _add_linear(
+        step, own + DOWN * LINEAR_BYTES, rows, step.mid, layer.fed_norm, scratch, phase + 2 * PHASE_BYTES
     )
-
-
-@device
-def _attend(step: Any, work: Any, keys: int, values: int, scratch: int, phase: int) -> None:
-    size, heads = step.head_dim, work.heads_per_task
-    group = step.heads // step.kv_heads
-    head_bytes = size * step.block_size * 2
-    items = numba.carray(_items_at(work.items), work.num_items)
-    query_start, context_lens = i32(step.query_start), i32(step.context_lens)
-    tasks = step.kv_heads // heads
-    num_tiles = work.num_items * tasks
-    number = draw(phase)
-    while number < num_tiles:
-        # Prefill chunks come last in the batch and take longest: they are begun first.
-        item = items[work.num_items - 1 - number // tasks]
-        head = number % tasks * heads
-        start, end = np.int64(query_start[item.row]), np.int64(query_start[item.row + 1])
-        at = ((start + item.first) * step.heads + head * group) * size * 2
-        call(
-            step.attend,
-            step.query + at,
-            step.heads * size * 2,
-            item.count,
-            heads,
-            group,
-            size,
-            np.int64(context_lens[item.row]) - (end - start) + item.first,
-            step.window,
-            keys + head * head_bytes,
-            values + head * head_bytes,
-            step.block_kv_bytes,
-            step.block_size,
-            step.tables + item.row * step.table_stride,
-            step.scale_bits,
-            step.attended + at,
-            item.span,
-            step.parts + (item.part * step.kv_heads + head) * step.part_stride,
-            scratch,
-        )
-        done(phase, num_tiles)
-        number = draw(phase)
-    wait(phase, num_tiles)
-
-
-@device
-def _merge(step: Any, work: Any, phase: int) -> None:
-    """Rows whose spans were shared out: their parts become one."""
-    group, size = step.heads // step.kv_heads, step.head_dim
-    merges = numba.carray(_items_at(work.merges), work.num_merges)
-    num_tiles = work.num_merges * step.kv_heads
-    number = draw(phase)
-    while number < num_tiles:
-        item = merges[number // step.kv_heads]
-        head = number % step.kv_heads
-        start = np.int64(i32(step.query_start)[item.row]) + item.first
-        call(
-            step.merge_parts,
-            item.span,
-            step.parts + (item.part * step.kv_heads + head) * step.part_stride,
-            step.kv_heads * step.part_stride,
-            item.count,
-            group,
-            size,
-            step.attended + (start * step.heads + head * group) * size * 2,
-            step.heads * size * 2,
-        )
-        done(phase, num_tiles)
-        number = draw(phase)
-    wait(phase, num_tiles)
-
-
-@device
-def _keep_sampled(step: Any, phase: int) -> None:
-    """Bring the sampled rows of x and of attention's output to the front; their indices rise."""
-    if draw(phase) == 0:
-        index = i64(step.sample_indices)
-        width = step.heads * step.head_dim
-        for row in range(step.num_sampled):
-            target, source = f32(step.x + row * step.hidden * 4), f32(step.x + index[row] * step.hidden * 4)
-            for i in range(step.hidden):
-                target[i] = source[i]
-            half, other = u16(step.attended + row * width * 2), u16(step.attended + index[row] * width * 2)
-            for i in range(width):
-                half[i] = other[i]
-        done(phase, 1)
-    wait(phase, 1)

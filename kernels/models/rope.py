@@ -7,9 +7,14 @@ import torch
 from kernels.config import ModelConfig, RopeScaling
 
 
-def rotary_tables(config: ModelConfig, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [num_positions, head_dim / 2] in float32."""
-    inv_freq = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+def rotary_tables(
+    config: ModelConfig, num_positions: int, local_theta: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [num_positions, head_dim / 2] in float32; those of Gemma 3's windows are not scaled."""
+    if local_theta is None:
+        inv_freq = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    else:
+        inv_freq = inverse_frequencies(config.head_dim, local_theta, None)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inv_freq)
     return angles.cos(), angles.sin()
 

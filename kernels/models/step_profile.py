@@ -1,7 +1,7 @@
 """Where a compiled step's time goes, part by part, beside what memory and arithmetic would allow at best."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ import torch
 from kernels.batch import ForwardBatch
 from kernels.config import ModelConfig
 from kernels.models.fused import FusedDecoder
+from kernels.models.packed_weights import layer_windows
 from kernels.ops.linear.cpu import prepare_linear
 from kernels.ops.linear.packing import pack_linear
 
@@ -26,7 +27,10 @@ LAYER_PHASES = (
     "quantize",
     "down",
 )
-"""In the order of kernels.models.fused_step; rotary includes the write into the pool, and `merge` is attention's."""
+"""In the order of kernels.models.fused_step; rotary includes the write into the pool, and `merge` is attention's.
+
+Where a model norms what a half of a layer gives, the next `norm` does that too.
+"""
 _PART_OF = {
     "qkv": "linears",
     "out": "linears",
@@ -106,17 +110,28 @@ def _floors(decoder: FusedDecoder, batch: ForwardBatch, rates: Rates) -> dict[st
     layers = config.num_layers * layer_weights(config)
     head = config.vocab_size * config.hidden_size
     width = decoder.bytes_per_weight
-    lengths = batch.query_start.diff()
-    # A row's token i of n sees all but the n - 1 - i last keys.
-    seen = int((lengths * batch.context_lens - lengths * (lengths - 1) // 2).sum())
-    kv_bytes = 4 * config.num_layers * config.num_kv_heads * config.head_dim * int(batch.context_lens.sum())
-    attention_flops = 4.0 * config.num_layers * config.num_heads * config.head_dim * seen
+    read, seen = keys_of_step(layer_windows(config), batch)
+    kv_bytes = 4 * config.num_kv_heads * config.head_dim * read
+    attention_flops = 4.0 * config.num_heads * config.head_dim * seen
     return {
         "linears": floor_ms(layers * width, 2.0 * layers * num_tokens),
         "attention": max(floor_ms(kv_bytes, 0), attention_flops / rates.attention_flops_per_s * 1e3),
         "head": floor_ms(head * width, 2.0 * head * num_sampled),
         "glue": 0.0,
     }
+
+
+def keys_of_step(windows: Sequence[int], batch: ForwardBatch) -> tuple[int, int]:
+    """Keys that rows read, and that their tokens see, added up over layers with these windows (0 for none)."""
+    read = seen = 0
+    lengths = batch.query_start.diff()
+    for window in windows:
+        row_keys, token_keys = batch.context_lens, batch.positions + 1
+        if window:
+            # A row's first token looks back furthest: over the window less itself.
+            row_keys, token_keys = row_keys.minimum(lengths + window - 1), token_keys.clamp(max=window)
+        read, seen = read + int(row_keys.sum()), seen + int(token_keys.sum())
+    return read, seen
 
 
 def layer_weights(config: ModelConfig) -> int:

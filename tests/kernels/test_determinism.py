@@ -23,7 +23,7 @@ needs_compiled_path = pytest.mark.skipif(
 
 WIDE_WINDOW = "mistral_wide_window"
 """Several of the kernel's segments of keys fit in."""
-COMPILED = ("llama", "llama3_rope", "mistral_window", WIDE_WINDOW, "qwen2", "qwen3")
+COMPILED = ("llama", "llama3_rope", "mistral_window", WIDE_WINDOW, "qwen2", "qwen3", "gemma3")
 
 SHARED = [(5 * place) % 199 for place in range(70)]
 LOAD = Load(
@@ -78,7 +78,12 @@ def check_met(name: str, served: Served) -> None:
 @needs_compiled_path
 @pytest.mark.parametrize(
     ("family", "quantization"),
-    [*((family, "none") for family in COMPILED), ("llama", "int8"), (WIDE_WINDOW, "int8")],
+    [
+        *((family, "none") for family in COMPILED),
+        ("llama", "int8"),
+        (WIDE_WINDOW, "int8"),
+        ("gemma3", "int8"),
+    ],
 )
 def test_level_2_logits_are_equal_to_the_bit_on_the_compiled_path(
     family: str, quantization: str, folders: Mapping[str, Path]
@@ -99,7 +104,7 @@ def differing(logits: Logits, expected: Logits) -> list[tuple[int, int]]:
     return sorted(place for place, line in logits.items() if line != expected[place])
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral_window"])
+@pytest.mark.parametrize("family", ["llama", "mistral_window", "gemma3"])
 def test_level_1_tokens_are_equal_and_logits_nearly_on_the_portable_path(
     family: str, folders: Mapping[str, Path]
 ) -> None:

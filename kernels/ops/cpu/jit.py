@@ -94,7 +94,7 @@ def _sources_digest() -> str:
     sources = (
         *(root / "ops").glob("*/cpu*.py"),
         *(root / "ops" / "cpu").glob("*.py"),
-        root / "models" / "fused_step.py",
+        *(root / "models").glob("fused_*.py"),
         root / "models" / "step_layout.py",
     )
     digest = hashlib.sha256()

@@ -12,7 +12,7 @@ from kernels.ops.cpu.tasks import done, draw, lone_phase, wait
 from kernels.ops.cpu.tile import HEIGHTS, MOST_INT8, next_height
 from kernels.ops.cpu.tiles import fetching_tile_32, int8_tile_32, left_size
 from kernels.ops.cpu.vector_math import from_bf16
-from kernels.ops.linear.cpu_finish import add_32, silu_mul_16, store_32
+from kernels.ops.linear.cpu_finish import add_32, gelu_mul_16, silu_mul_16, store_32
 from kernels.ops.linear.packing import PackedLinear
 from kernels.ops.rms_norm.cpu import quantize
 
@@ -20,8 +20,8 @@ _PANELS, _BIAS, _SCALES, _OFFSETS, NUM_INPUTS, _NUM_OUTPUTS, _NUM_PANELS, NUM_GR
 LINEAR_BYTES = 64
 """A PackedLinear as the kernels see it: eight int64, of which the first four are addresses, 0 where absent."""
 
-STORE, ADD, SILU_MUL = 0, 1, 2
-"""out = y; out += y; out = bfloat16(silu(gate) · up) of interleaved columns."""
+STORE, ADD, SILU_MUL, GELU_MUL = 0, 1, 2, 3
+"""out = y; out += y; out = bfloat16(silu(gate) · up) of interleaved columns; the same with gelu in its tanh form."""
 
 _PASS_BYTES = 1 << 19
 """Left-hand rows that all panels pass by before the next rows: they stay in a core's cache."""
@@ -88,12 +88,16 @@ def _widen(rows: int, a: int, lda: int, k: int, wide: int) -> None:
 
 @device
 def _finish(mode: int, tile: int, rows: int, panel: int, num_outputs: int, out: int, ldo: int) -> None:
-    if mode == SILU_MUL:
+    if mode in (SILU_MUL, GELU_MUL):
         width = min(16, num_outputs // 2 - panel * 16)
         for row in range(rows):
             gate, target = tile + row * _TILE_ROW_BYTES, out + row * ldo + panel * 32
             # The last panel's columns need not be all there: its results go through the tile.
-            silu_mul_16(gate, gate + 64, target if width == 16 else gate)
+            result_at = target if width == 16 else gate
+            if mode == SILU_MUL:
+                silu_mul_16(gate, gate + 64, result_at)
+            else:
+                gelu_mul_16(gate, gate + 64, result_at)
             if width < 16:
                 half, result = u16(target), u16(gate)
                 for column in range(width):
@@ -175,10 +179,15 @@ def gate_up_silu_mul(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
     return prepare_linear(x, packed, SILU_MUL)()
 
 
+def gate_up_gelu_mul(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """gelu(gate) · up in its tanh form, otherwise as `gate_up_silu_mul`."""
+    return prepare_linear(x, packed, GELU_MUL)()
+
+
 def prepare_linear(x: torch.Tensor, packed: PackedLinear, mode: int = STORE) -> Callable[[], torch.Tensor]:
     """The product as a call that can be repeated, its input converted beforehand."""
     a, scales = (x.bfloat16().contiguous(), None) if packed.scales is None else quantize(x, packed.num_groups)
-    if mode == SILU_MUL:
+    if mode in (SILU_MUL, GELU_MUL):
         out = torch.empty(x.shape[0], packed.num_outputs // 2, dtype=torch.bfloat16)
     else:
         out = torch.empty(x.shape[0], packed.num_outputs, dtype=torch.float32)

@@ -38,7 +38,9 @@ def quantize_group(x: int, size: int, out: int) -> Float:
 
 
 @device
-def _row(x: int, size: int, weight: int, eps: Float, groups: int, out: int, scales: int, wide: int) -> None:
+def norm_row(
+    x: int, size: int, weight: int, eps: Float, groups: int, out: int, scales: int, wide: int
+) -> None:
     value, gain = f32(x), f32(weight)
     factor = inverse_rms(x, size, eps)
     if groups == 0:
@@ -76,7 +78,7 @@ def rms_norm_phase(
     while number < num_tiles:
         for row in range(number * _ROWS_PER_TILE, min((number + 1) * _ROWS_PER_TILE, rows)):
             source = row if index == 0 else i64(index)[row]
-            _row(
+            norm_row(
                 x + source * size * 4,
                 size,
                 weight,

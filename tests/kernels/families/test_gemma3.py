@@ -2,7 +2,9 @@
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 from kernels.errors import ModelFileError, ModelNotFoundError
+from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.registry import ModelSource, resolve_model
 from kernels.runner import Runner, RunnerOptions, load_runner
 from kernels.weights import open_checkpoint
@@ -18,14 +21,56 @@ from tests.kernels.gguf_writing import write_gguf
 from tests.kernels.tiny import make_model, reference_tokens, save
 
 MODEL = "gemma3-270m"
+LENGTHS = (1, 2, 15, 16, 17, 33, 70)
+needs_compiled_path = pytest.mark.skipif(
+    not cpu_kernels_supported(), reason="this processor has no AVX-512 bfloat16 and int8 dot products"
+)
 
 
-def load(model: str, dtype: str = "float32", kv_cache_bytes: int = 1 << 21) -> Runner:
+def load(model: str, dtype: str = "float32", kv_cache_bytes: int = 1 << 21, **options: Any) -> Runner:
     return load_runner(
         RunnerOptions(
-            model, device="cpu", dtype=dtype, kv_cache_bytes=kv_cache_bytes, max_num_seqs=8, num_threads=1
+            model,
+            device="cpu",
+            dtype=dtype,
+            kv_cache_bytes=kv_cache_bytes,
+            max_num_seqs=8,
+            num_threads=1,
+            **options,
         )
     )
+
+
+@torch.inference_mode()
+def shortfalls(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], tokens: Mapping[str, Sequence[int]]
+) -> torch.Tensor:
+    """By how much the logit of each token falls short of the one that transformers would choose there; 0 is equality.
+
+    After the tokens so far, whoever chose them: a near tie that rounding turned is met once and not ever after.
+    """
+    found = []
+    for idx, prompt in enumerate(prompts):
+        chosen = torch.tensor(tokens[str(idx)])
+        logits = model(torch.tensor([[*prompt, *chosen[:-1].tolist()]])).logits[0, len(prompt) - 1 :]
+        found.append(logits.amax(-1) - logits.gather(1, chosen.unsqueeze(1))[:, 0])
+    return torch.cat(found)
+
+
+@needs_compiled_path
+@pytest.mark.parametrize("family", ["gemma3", "gemma3_untied", "gemma3_rope"])
+def test_compiled_step_chooses_what_transformers_chooses_up_to_near_ties(family: str, tmp_path: Path) -> None:
+    model = make_model(family).bfloat16().float()
+    runner = load(str(save(model, tmp_path)), "bfloat16")
+    prompts = [
+        [(41 * idx + 7 * place) % 199 for place in range(length)] for idx, length in enumerate(LENGTHS)
+    ]
+
+    tokens = tokens_of(generate(runner, prompts, 24, chunk_tokens=9))
+
+    short = shortfalls(model, prompts, tokens)
+    assert (short == 0).float().mean() > 0.9
+    assert short.max() < 0.4  # logits scatter by 2.6
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma3_rope"])
@@ -165,14 +210,38 @@ def test_the_270m_model_equals_transformers(source: ModelSource, reference: PreT
     }
 
 
+LONG_PROMPT = [2, *((7 * idx * idx) % 2000 + 500 for idx in range(599))]
+"""In whose chunks of 250 the layers with a window of 512 come to lose sight of the beginning."""
+
+
 @pytest.mark.model
 def test_the_270m_model_equals_transformers_past_its_window(
     source: ModelSource, reference: PreTrainedModel
 ) -> None:
-    """600 tokens in chunks of 250, where the layers with a window of 512 no longer see the beginning."""
-    prompt = [2, *((7 * idx * idx) % 2000 + 500 for idx in range(599))]
     runner = load(MODEL, kv_cache_bytes=1 << 26)
 
-    (generation,) = generate(runner, [prompt], 4, chunk_tokens=250)
+    (generation,) = generate(runner, [LONG_PROMPT], 4, chunk_tokens=250)
 
-    assert generation.tokens == reference_tokens(reference, prompt, 4)
+    assert generation.tokens == reference_tokens(reference, LONG_PROMPT, 4)
+
+
+@pytest.mark.model
+@needs_compiled_path
+@pytest.mark.parametrize(("quantization", "tie", "agreeing"), [("none", 0.1, 0.95), ("int8", 0.5, 0.85)])
+def test_the_270m_model_on_the_compiled_path_parts_from_transformers_only_at_near_ties(
+    quantization: str, tie: float, agreeing: float, source: ModelSource, reference: PreTrainedModel
+) -> None:
+    """Its logits scatter by 5."""
+    runner = load(MODEL, "bfloat16", kv_cache_bytes=1 << 26, quantization=quantization)
+
+    tokens = tokens_of(generate(runner, PROMPTS, NUM_TOKENS, chunk_tokens=11))
+    (past_window,) = generate(runner, [LONG_PROMPT], 4, chunk_tokens=250)
+
+    short = torch.cat(
+        (
+            shortfalls(reference, PROMPTS, tokens),
+            shortfalls(reference, [LONG_PROMPT], {"0": past_window.tokens}),
+        )
+    )
+    assert (short == 0).float().mean() > agreeing
+    assert short.max() < tie

@@ -1,14 +1,16 @@
-"""The compiled step against the portable decoder on the same random weights."""
+"""The compiled step against the portable decoders on the same random weights."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.config import ModelConfig
+from kernels.config import Gemma3Shape, ModelConfig, RopeScaling
 from kernels.kv_pool import KVPool
 from kernels.models.decoder import DecoderModel
+from kernels.models.gemma3 import Gemma3Decoder
 from kernels.models.portable import PortableDecoder
 from kernels.ops.cpu.features import cpu_kernels_supported
 
@@ -53,8 +55,10 @@ def make_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
 
     hidden, head_dim = config.hidden_size, config.head_dim
     attention, kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    # What the layers add must not be lost beside the embeddings, which Gemma 3 scales itself.
+    embedding_scale = 8 if config.gemma3 is None else 12 / hidden**0.5
     weights = {
-        "model.embed_tokens.weight": random(config.vocab_size, hidden) * 8,
+        "model.embed_tokens.weight": random(config.vocab_size, hidden) * embedding_scale,
         "lm_head.weight": random(config.vocab_size, hidden),
         "model.norm.weight": gains(hidden),
     }
@@ -70,6 +74,9 @@ def make_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
             prefix + "mlp.up_proj.weight": random(config.intermediate_size, hidden),
             prefix + "mlp.down_proj.weight": random(hidden, config.intermediate_size),
         }
+        if config.gemma3 is not None:
+            for name in ("pre_feedforward", "post_feedforward"):
+                weights[f"{prefix}{name}_layernorm.weight"] = gains(hidden)
         for name, size in (("q", attention), ("k", kv), ("v", kv)):
             weights[f"{prefix}self_attn.{name}_proj.weight"] = random(size, hidden)
             weights[f"{prefix}self_attn.{name}_proj.bias"] = gains(size)
@@ -119,6 +126,18 @@ def make_model(config: ModelConfig, quantization: str = "none", num_threads: int
     return model
 
 
+WINDOWS = (10, 24, None, 7)
+GEMMA3: dict[str, object] = {
+    "model_type": "gemma3",
+    "num_layers": 4,
+    "hidden_size": 100,
+    "qk_norm": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
+    "gemma3": Gemma3Shape(WINDOWS, local_rope_theta=300.0, attention_scale=0.3),
+}
+"""Windows shorter than the prompts, different by layer, and last; the root of the hidden size is exact in bfloat16."""
 SHAPES: dict[str, dict[str, object]] = {
     "llama": {},
     "tied": {"tie_word_embeddings": True},
@@ -129,6 +148,23 @@ SHAPES: dict[str, dict[str, object]] = {
     "qwen3": {"qk_norm": True, "rms_norm_eps": 1e-6},
     "window": {"sliding_window": 10},
     "odd_sizes": {"intermediate_size": 100, "hidden_size": 52, "vocab_size": 33},
+    "gemma3": GEMMA3,
+    "gemma3_head_64": GEMMA3
+    | {
+        "head_dim": 64,
+        "num_heads": 4,
+        "num_kv_heads": 1,
+        "intermediate_size": 100,
+        "gemma3": Gemma3Shape(WINDOWS, local_rope_theta=300.0, attention_scale=0.15),
+    },
+    "gemma3_head_256": GEMMA3
+    | {
+        "head_dim": 256,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "gemma3": Gemma3Shape(WINDOWS, local_rope_theta=300.0, attention_scale=0.07),
+    },
+    "gemma3_rope": GEMMA3 | {"rope_scaling": RopeScaling("linear", 8.0), "tie_word_embeddings": False},
 }
 ROWS: list[Row] = [((5,), 0, 1), ((2, 9, 4), 0, 37), ((7, 3), 0, 16)]
 
@@ -138,20 +174,27 @@ def config(request: pytest.FixtureRequest) -> ModelConfig:
     return make_config(**SHAPES[request.param])
 
 
+def make_exact(config: ModelConfig) -> PortableDecoder | Gemma3Decoder:
+    pool = KVPool(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
+    weights, dtype = make_weights(config), torch.float32
+    if config.gemma3 is not None:
+        return Gemma3Decoder(config, config.gemma3, weights, pool, dtype=dtype, quantized=False)
+    return PortableDecoder(config, weights, pool, dtype=dtype, quantized=False)
+
+
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_logits_are_those_of_the_portable_decoder_in_float32(config: ModelConfig, quantization: str) -> None:
-    pool = KVPool(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
-    exact = PortableDecoder(config, make_weights(config), pool, dtype=torch.float32, quantized=False)
     batch = make_batch(ROWS, every_token=True)
     batch.token_ids.remainder_(config.vocab_size)
-    expected, got = exact.forward(batch), make_model(config, quantization).forward(batch)
+    expected, got = make_exact(config).forward(batch), make_model(config, quantization).forward(batch)
     error = (got - expected).norm() / expected.norm()
     assert error < (0.04 if quantization == "int8" else 0.015)
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_logits_do_not_depend_on_batch_chunks_or_threads(quantization: str) -> None:
-    config = make_config()
+@pytest.mark.parametrize("shape", ["llama", "gemma3", "gemma3_head_256"])
+def test_logits_do_not_depend_on_batch_chunks_or_threads(shape: str, quantization: str) -> None:
+    config = make_config(**SHAPES[shape])
     alone = make_model(config, quantization, num_threads=1)
     expected = alone.forward(make_batch([((2, 9, 4), 0, 37)])).clone()
     model = make_model(config, quantization, num_threads=3)
@@ -159,6 +202,16 @@ def test_logits_do_not_depend_on_batch_chunks_or_threads(quantization: str) -> N
     model.forward(make_batch([((11, 6), 20, 1), ((2, 9, 4), 17, 19)]))
     decoded = [((11, 6), 21, 1), ((2, 9, 4), 36, 1), ((8,), 0, 1)]
     assert torch.equal(model.forward(make_batch(decoded))[1], expected[0])
+
+
+@pytest.mark.parametrize("shape", ["llama", "gemma3"])
+def test_rows_may_be_sampled_twice_and_in_any_order(shape: str) -> None:
+    model = make_model(make_config(**SHAPES[shape]))
+    batch = make_batch(ROWS, every_token=True)
+    every = model.forward(batch).clone()
+    indices = torch.tensor([53, 7, 7, 0, 53, 30])
+    for _ in range(2):
+        assert torch.equal(model.forward(replace(batch, sample_indices=indices)), every[indices])
 
 
 def test_many_rows_take_whole_rows_and_give_the_same() -> None:
@@ -169,8 +222,9 @@ def test_many_rows_take_whole_rows_and_give_the_same() -> None:
     assert torch.equal(model.forward(make_batch([(tables[3], 0, 1)]))[0], together[3])
 
 
-def test_nan_in_one_row_leaves_its_neighbours_alone() -> None:
-    config = make_config()
+@pytest.mark.parametrize("shape", ["llama", "gemma3"])
+def test_nan_in_one_row_leaves_its_neighbours_alone(shape: str) -> None:
+    config = make_config(**SHAPES[shape])
     clean, model = make_model(config), make_model(config)
     rows: list[Row] = [((5,), 9, 1), ((2,), 9, 1), ((7,), 9, 1)]
     for each in (clean, model):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kernels.linear import make_linear
-from kernels.ops.linear.cpu import gate_up_silu_mul, linear
+from kernels.ops.linear.cpu import gate_up_gelu_mul, gate_up_silu_mul, linear
 from kernels.ops.linear.packing import group_size, pack_gate_up, pack_linear
 from kernels.ops.silu_mul.reference import silu_mul_reference
 
@@ -88,6 +88,53 @@ def test_silu_of_large_gates_is_the_gate_or_nothing() -> None:
     packed = pack_gate_up(gate, torch.full((7, 4), 0.25))
     expected = torch.nn.functional.silu(4 * gate[:, 0]).expand(3, -1)
     torch.testing.assert_close(gate_up_silu_mul(x, packed).float(), expected, atol=1e-6, rtol=1e-2)
+
+
+@pytest.mark.parametrize("intermediate", [16, 20, 112])
+@pytest.mark.parametrize("rows", [1, 13])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_gate_up_gelu_mul(intermediate: int, rows: int, quantized: bool) -> None:
+    x = torch.randn(rows, 64).bfloat16()
+    gate, up = torch.randn(2, intermediate, 64).bfloat16() / 8
+    got = gate_up_gelu_mul(x, pack_gate_up(gate, up, quantized=quantized)).float()
+    ours, theirs = (x.float() @ weight.float().T for weight in (gate, up))
+    expected = torch.nn.functional.gelu(ours, approximate="tanh") * theirs
+    torch.testing.assert_close(got, expected, atol=6e-2 if quantized else 2e-2, rtol=2e-2)
+
+
+def gelu_of(values: torch.Tensor) -> torch.Tensor:
+    """Of bfloat16 values as they are: each is one gate of a product with a single input that is not 0."""
+    x = torch.tensor([[1.0, 0.0, 0.0, 0.0]]).bfloat16()
+    weight = torch.zeros(len(values), 4)
+    weight[:, 0] = values
+    up = torch.zeros_like(weight)
+    up[:, 0] = 1
+    return gate_up_gelu_mul(x, pack_gate_up(weight, up))[0].float()
+
+
+def test_gelu_is_right_to_bfloat16_at_every_magnitude() -> None:
+    """Against float64, where 1 + tanh still has digits left for negative values. The only error is the rounding."""
+    sizes = torch.logspace(-38, 38, 1500).bfloat16().float()
+    values = torch.cat((-sizes, torch.zeros(1), torch.linspace(-14, 14, 1500).bfloat16().float(), sizes))
+    expected = torch.nn.functional.gelu(values.double(), approximate="tanh")
+    torch.testing.assert_close(gelu_of(values).double(), expected, atol=1e-12, rtol=2**-8)
+
+
+def test_gelu_of_large_gates_is_the_gate_or_nothing() -> None:
+    values = torch.tensor([-3e38, -1e20, -1000.0, -100.0, 0.0, 100.0, 1000.0, 1e20, 3e38]).bfloat16().float()
+    assert torch.equal(gelu_of(values), values.clamp_min(0))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_gelu_passes_nan_on(bad: float) -> None:
+    """The other gates of the product with a NaN are NaN too: 0 times it; an infinite one is infinite or NaN."""
+    x = torch.tensor([[bad, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]).bfloat16()
+    gate, up = torch.ones(40, 4), torch.ones(40, 4)
+    got = gate_up_gelu_mul(x, pack_gate_up(gate, up))
+    assert not got[0].isfinite().any()
+    assert got[1].isfinite().all()
+    up[:, 0] = torch.nan
+    assert gate_up_gelu_mul(x[1:], pack_gate_up(gate, up)).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

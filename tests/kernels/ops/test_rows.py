@@ -6,6 +6,7 @@ import torch
 from kernels.config import ModelConfig, RopeScaling
 from kernels.models.rope import rotary_tables
 from kernels.ops.rms_norm.cpu import quantize, rms_norm
+from kernels.ops.rms_norm.cpu_add import add_norm
 from kernels.ops.rms_norm.reference import rms_norm_reference
 from kernels.ops.rotary.cpu import rotate_and_store
 from kernels.ops.rotary.reference import rotary_reference
@@ -30,6 +31,33 @@ def test_rms_norm_keeps_nan_in_its_row() -> None:
     x = torch.randn(3, 64)
     x[1, 5] = torch.nan
     assert rms_norm(x, torch.ones(64), 1e-5).isnan().any(1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 9])
+@pytest.mark.parametrize("size", [4, 33, 640])
+def test_add_norm(rows: int, size: int) -> None:
+    x, branch = torch.randn(2, rows, size) * 30
+    weights = torch.rand(size) + 0.5, torch.rand(size) + 0.5
+    total = x + rms_norm_reference(branch, weights[0], 1e-6)
+    got = add_norm(x, branch, weights, 1e-6)
+    torch.testing.assert_close(got.float(), rms_norm_reference(total, weights[1], 1e-6), atol=1e-5, rtol=5e-3)
+    torch.testing.assert_close(x, total, atol=1e-5, rtol=1e-6)
+
+
+def test_add_norm_of_chosen_rows_leaves_the_sum_to_whoever_asks_again() -> None:
+    x, branch, index = torch.randn(9, 64), torch.randn(9, 64), torch.tensor([8, 0, 3, 3])
+    weights, before = (torch.rand(64), torch.rand(64)), x.clone()
+    got = add_norm(x, branch, weights, 1e-6, index)
+    assert torch.equal(x, before)
+    assert torch.equal(got, add_norm(x, branch, weights, 1e-6)[index])
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_add_norm_keeps_nan_in_its_row(place: int) -> None:
+    both = torch.randn(2, 3, 64)
+    both[place, 1, 5] = torch.nan
+    got = add_norm(both[0], both[1], (torch.ones(64), torch.ones(64)), 1e-6)
+    assert got.isnan().any(1).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("groups", [1, 3])

@@ -1,0 +1,108 @@
+"""What a part of a layer gave, normed and added to the residual stream, and the norm that follows, in one pass."""
+
+import numpy as np
+import torch
+
+from kernels.ops.cpu.intrinsics import f32, float_of, i64
+from kernels.ops.cpu.jit import Float, device, unit
+from kernels.ops.cpu.tasks import done, draw, lone_phase, wait
+from kernels.ops.rms_norm.cpu import inverse_rms, norm_row
+
+_ROWS_PER_TILE = 4
+
+
+@device
+def _copy(x: int, size: int, out: int) -> None:
+    value, target = f32(x), f32(out)
+    for i in range(size):
+        target[i] = value[i]
+
+
+@device
+def _add_normed(x: int, size: int, branch: int, weight: int, eps: Float) -> None:
+    """x[size] += norm(branch[size]), all float32."""
+    value, added, gain = f32(x), f32(branch), f32(weight)
+    factor = inverse_rms(branch, size, eps)
+    for i in range(size):
+        value[i] += added[i] * factor * gain[i]
+
+
+@unit
+def add_norm_phase(
+    rows: int,
+    index: int,
+    x: int,
+    size: int,
+    branch: int,
+    branch_weight: int,
+    weight: int,
+    eps_bits: int,
+    groups: int,
+    out: int,
+    ldo: int,
+    scales: int,
+    scratch: int,
+    phase: int,
+) -> None:
+    """One shared phase: x += norm(branch), then out = norm(x); the rest as in rms_norm_phase.
+
+    With an index, in which a row may come twice, both are read at its rows and x stays as it was. `scratch` has room
+    for two rows.
+    """
+    eps = float_of(np.uint32(eps_bits))
+    num_tiles = (rows + _ROWS_PER_TILE - 1) // _ROWS_PER_TILE
+    number = draw(phase)
+    while number < num_tiles:
+        for row in range(number * _ROWS_PER_TILE, min((number + 1) * _ROWS_PER_TILE, rows)):
+            source = row if index == 0 else i64(index)[row]
+            target = x + source * size * 4
+            if index != 0:
+                _copy(target, size, scratch)
+                target = scratch
+            _add_normed(target, size, branch + source * size * 4, branch_weight, eps)
+            norm_row(
+                target,
+                size,
+                weight,
+                eps,
+                groups,
+                out + row * ldo,
+                scales + row * groups * 4,
+                scratch + size * 4,
+            )
+        done(phase, num_tiles)
+        number = draw(phase)
+    wait(phase, num_tiles)
+
+
+def add_norm(
+    x: torch.Tensor,
+    branch: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor],
+    eps: float,
+    index: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Norm in bfloat16 of float32 x + norm(branch) [num_tokens, hidden], at the rows of `index` where there is one.
+
+    weights: of the branch's norm and of the sum's. Without an index x takes the sum; caller's thread.
+    """
+    rows, size = x.shape[0] if index is None else index.shape[0], x.shape[1]
+    out = torch.empty(rows, size, dtype=torch.bfloat16)
+    scratch, phase = torch.empty(2 * size, dtype=torch.float32), lone_phase()
+    add_norm_phase(
+        rows,
+        0 if index is None else index.data_ptr(),
+        x.data_ptr(),
+        size,
+        branch.data_ptr(),
+        weights[0].data_ptr(),
+        weights[1].data_ptr(),
+        int(np.float32(eps).view(np.uint32)),
+        0,
+        out.data_ptr(),
+        out.stride(0) * 2,
+        0,
+        scratch.data_ptr(),
+        phase.data_ptr(),
+    )
+    return out

@@ -1,0 +1,48 @@
+"""Level 2 of ops/decisions/0009-determinism.md with Gemma 3 270M: windows by layer, rows longer than they are."""
+
+import os
+
+import pytest
+
+from kernels.errors import ModelNotFoundError
+from kernels.ops.cpu.features import cpu_kernels_supported
+from kernels.registry import resolve_model
+from tests.kernels.determinism import Circumstances, Load, load, serve
+
+MODEL = "gemma3-270m"
+LOAD = Load(
+    [
+        [2, *((1009 * number + 37 * place) % 90_000 for place in range(length - 1))]
+        for number, length in enumerate((3, 140, 900))
+    ],
+    max_tokens=3,
+)
+"""The last one reaches over the window of 512, and over the 512 keys of a span, of which layers share out their own."""
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(not cpu_kernels_supported(), reason="this processor runs the portable path"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_the_model() -> None:
+    try:
+        resolve_model(MODEL)
+    except ModelNotFoundError as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_neighbours_and_chunks_leave_every_bit(quantization: str) -> None:
+    whole, cut = Circumstances(num_threads=2), Circumstances(chunk_tokens=100)
+    runner = load(MODEL, whole, quantization=quantization)
+
+    together = serve(runner, LOAD, cut)
+
+    for number in range(len(LOAD.prompts)):
+        alone = serve(runner, LOAD, whole, [number])
+        for place, line in alone.logits.items():
+            assert together.logits[place] == line, place
