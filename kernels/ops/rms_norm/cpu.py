@@ -7,6 +7,8 @@ from kernels.ops.cpu.intrinsics import bits_of, f32, float_of, i64, u8, u16
 from kernels.ops.cpu.jit import Float, device, unit
 from kernels.ops.cpu.tasks import done, draw, lone_phase, wait
 from kernels.ops.cpu.vector_math import from_bf16, to_bf16
+from kernels.ops.cpu.vectors import LANES
+from kernels.ops.rms_norm.cpu_vectors import encode_row, peak_bits, scale_row, scale_row_to_bf16, widen_row
 
 _ROWS_PER_TILE = 4
 _LEVELS = np.float32(127.0)
@@ -26,13 +28,16 @@ def inverse_rms(x: int, size: int, eps: Float) -> Float:
 def quantize_group(x: int, size: int, out: int) -> Float:
     """uint8 out = round(x / scale) + 128 for float32 x[size]; gives the scale, NaN if any value is not finite."""
     value, code = f32(x), u8(out)
+    vectors = size // LANES * LANES
     # As integers the bits of |x| are in order, NaN above infinity: one maximum finds both the scale and bad values.
-    largest = np.uint32(0)
-    for i in range(size):
+    largest = peak_bits(x, vectors) if vectors > 0 else np.uint32(0)
+    for i in range(vectors, size):
         largest = max(largest, bits_of(value[i]) & np.uint32(0x7FFFFFFF))
     scale = float_of(largest) / _LEVELS
     inverse = np.float32(1) / max(scale, np.float32(1e-30))
-    for i in range(size):
+    if vectors > 0:
+        encode_row(x, vectors, inverse, out)
+    for i in range(vectors, size):
         code[i] = np.uint8(np.int32(value[i] * inverse + np.float32(128.5)))
     return scale if largest < np.uint32(0x7F800000) else np.float32(np.nan)
 
@@ -41,15 +46,21 @@ def quantize_group(x: int, size: int, out: int) -> Float:
 def norm_row(
     x: int, size: int, weight: int, eps: Float, groups: int, out: int, scales: int, wide: int
 ) -> None:
+    """One row's norm to bfloat16 `out`, or through float32 wide[size] to codes and scales of its groups."""
     value, gain = f32(x), f32(weight)
     factor = inverse_rms(x, size, eps)
+    vectors = size // LANES * LANES
     if groups == 0:
         half = u16(out)
-        for i in range(size):
+        if vectors > 0:
+            scale_row_to_bf16(x, weight, vectors, factor, out)
+        for i in range(vectors, size):
             half[i] = to_bf16(value[i] * factor * gain[i])
         return
     normed, scale = f32(wide), f32(scales)
-    for i in range(size):
+    if vectors > 0:
+        scale_row(x, weight, vectors, factor, wide)
+    for i in range(vectors, size):
         normed[i] = value[i] * factor * gain[i]
     run = size // groups
     for group in range(groups):
@@ -103,8 +114,10 @@ def quantize_phase(
     number = draw(phase)
     while number < num_tiles:
         for row in range(number * _ROWS_PER_TILE, min((number + 1) * _ROWS_PER_TILE, rows)):
-            half, wide = u16(x + row * size * 2), f32(scratch)
-            for i in range(size):
+            half, wide, vectors = u16(x + row * size * 2), f32(scratch), size // LANES * LANES
+            if vectors > 0:
+                widen_row(x + row * size * 2, vectors, scratch)
+            for i in range(vectors, size):
                 wide[i] = from_bf16(half[i])
             scale = f32(scales + row * groups * 4)
             for group in range(groups):

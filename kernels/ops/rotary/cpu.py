@@ -3,25 +3,37 @@
 import numpy as np
 import torch
 
-from kernels.ops.cpu.intrinsics import f32, float_of, i64, u16, u32
+from kernels.ops.cpu.intrinsics import f32, float_of, i64
 from kernels.ops.cpu.jit import Float, device, unit
 from kernels.ops.cpu.tasks import done, draw, lone_phase, wait
-from kernels.ops.cpu.vector_math import to_bf16
+from kernels.ops.cpu.vectors import LANES
 from kernels.ops.rms_norm.cpu import inverse_rms
+from kernels.ops.rms_norm.cpu_vectors import scale_row
+from kernels.ops.rotary.cpu_vectors import (
+    narrow_head,
+    rotate_halves,
+    store_both,
+    store_first,
+    store_pairs,
+    store_second,
+)
 
-_ROWS_PER_TILE = 8
+_ROWS_PER_TILE, _ROWS_PER_LONG_TILE = 8, 32
+_MANY_ROWS = 128
+"""From so many on rows are mostly prompts, where 16 neighbours share the cache lines of their keys: threads that take
+turns every few rows would send these lines back and forth, which took longer than all the rest."""
 
 
 @device
 def _rotate(x: int, size: int, cos: int, sin: int, gain: int, eps: Float) -> None:
     """Turn one float32 head in place; gain is the address of its norm weight, or 0."""
     half = size // 2
-    first, second, c, s = f32(x), f32(x + half * 4), f32(cos), f32(sin)
     if gain != 0:
-        factor = inverse_rms(x, size, eps)
-        weight = f32(gain)
-        for i in range(size):
-            first[i] = first[i] * factor * weight[i]
+        scale_row(x, gain, size, inverse_rms(x, size, eps), x)
+    if half % LANES == 0:
+        rotate_halves(x, half, cos, sin)
+        return
+    first, second, c, s = f32(x), f32(x + half * 4), f32(cos), f32(sin)
     for i in range(half):
         a, b = first[i], second[i]
         first[i] = a * c[i] - b * s[i]
@@ -29,37 +41,23 @@ def _rotate(x: int, size: int, cos: int, sin: int, gain: int, eps: Float) -> Non
 
 
 @device
-def _narrow(x: int, size: int, out: int) -> None:
-    value, half = f32(x), u16(out)
-    for i in range(size):
-        half[i] = to_bf16(value[i])
-
-
-@device
-def _store_key(x: int, size: int, block: int, block_size: int, offset: int) -> None:
-    """Write one float32 head into a key block [size / 2, block_size, 2]."""
-    value, pair = f32(x), u32(block + offset * 4)
-    for i in range(size // 2):
-        pair[i * block_size] = np.uint32(to_bf16(value[2 * i])) | np.uint32(
-            to_bf16(value[2 * i + 1])
-        ) << np.uint32(16)
-
-
-@device
-def _store_value(x: int, size: int, block: int, offset: int, alone: bool) -> None:
+def _store_value(
+    x: int, row_bytes: int, size: int, block: int, offset: int, before: bool, after: bool
+) -> None:
     """Write one float32 head into a value block [block_size / 2, size, 2].
 
-    alone: the partner in its pair is not written yet; it gets 0, for whatever a freed block left there is
-    multiplied by a weight of 0, and that is not 0 if it was NaN.
+    before, after: the row before or behind this one, row_bytes away, is the token before or after it. Who has the first
+    place of a pair writes for both, so that no two threads meet in a pair. A first that is alone gets 0 for a partner:
+    whatever a freed block left there is multiplied by a weight of 0, and that is not 0 if it was NaN.
     """
-    value, pair = f32(x), u16(block + (offset // 2) * size * 4)
-    if offset % 2 == 0 and alone:
-        both = u32(block + (offset // 2) * size * 4)
-        for i in range(size):
-            both[i] = np.uint32(to_bf16(value[i]))
-    else:
-        for i in range(size):
-            pair[2 * i + offset % 2] = to_bf16(value[i])
+    pair = block + offset // 2 * size * 4
+    if offset % 2 == 0:
+        if after:
+            store_both(x, x + row_bytes, size, pair)
+        else:
+            store_first(x, x, size, pair)
+    elif not before:
+        store_second(x, x, size, pair)
 
 
 @unit
@@ -87,24 +85,32 @@ def rotate_and_store_phase(
     eps = float_of(np.uint32(eps_bits))
     head_bytes = size * block_size * 2
     slot_of, position_of = i64(slots), i64(positions)
-    num_tiles = (rows + _ROWS_PER_TILE - 1) // _ROWS_PER_TILE
+    rows_per_tile = _ROWS_PER_LONG_TILE if rows >= _MANY_ROWS else _ROWS_PER_TILE
+    num_tiles = (rows + rows_per_tile - 1) // rows_per_tile
     number = draw(phase)
     while number < num_tiles:
-        for row in range(number * _ROWS_PER_TILE, min((number + 1) * _ROWS_PER_TILE, rows)):
+        for row in range(number * rows_per_tile, min((number + 1) * rows_per_tile, rows)):
             angle = position_of[row] * (size // 2) * 4
-            head = qkv + row * (heads + 2 * kv_heads) * size * 4
+            row_bytes = (heads + 2 * kv_heads) * size * 4
+            head = qkv + row * row_bytes
             for index in range(heads):
                 _rotate(head, size, cos + angle, sin + angle, query_gain, eps)
-                _narrow(head, size, query + (row * heads + index) * size * 2)
+                narrow_head(head, size, query + (row * heads + index) * size * 2)
                 head += size * 4
             slot = slot_of[row]
             block, offset = slot // block_size * block_stride, slot % block_size
-            alone = row + 1 == rows or slot_of[row + 1] != slot + 1
+            before, after = (
+                row > 0 and slot_of[row - 1] == slot - 1,
+                row + 1 < rows and slot_of[row + 1] == slot + 1,
+            )
             for index in range(kv_heads):
                 _rotate(head, size, cos + angle, sin + angle, key_gain, eps)
-                _store_key(head, size, keys + block + index * head_bytes, block_size, offset)
+                # Keys lie as [size / 2, block_size, 2].
+                store_pairs(head, size, keys + block + index * head_bytes + offset * 4, block_size * 4)
                 value = head + kv_heads * size * 4
-                _store_value(value, size, values + block + index * head_bytes, offset, alone)
+                _store_value(
+                    value, row_bytes, size, values + block + index * head_bytes, offset, before, after
+                )
                 head += size * 4
         done(phase, num_tiles)
         number = draw(phase)
