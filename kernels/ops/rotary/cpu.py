@@ -10,6 +10,7 @@ from kernels.ops.cpu.vectors import LANES
 from kernels.ops.rms_norm.cpu import inverse_rms
 from kernels.ops.rms_norm.cpu_vectors import scale_row
 from kernels.ops.rotary.cpu_vectors import (
+    ask_for_lines,
     narrow_head,
     rotate_halves,
     store_both,
@@ -93,12 +94,18 @@ def rotate_and_store_phase(
             angle = position_of[row] * (size // 2) * 4
             row_bytes = (heads + 2 * kv_heads) * size * 4
             head = qkv + row * row_bytes
+            slot = slot_of[row]
+            block, offset = slot // block_size * block_stride, slot % block_size
+            if rows < _MANY_ROWS:
+                # Each row has blocks of its own: their lines come while the queries are turned.
+                for index in range(kv_heads):
+                    at = block + index * head_bytes
+                    ask_for_lines(keys + at + offset * 4, block_size * 4, size // 2)
+                    ask_for_lines(values + at + offset // 2 * size * 4, 64, (size + 15) // 16)
             for index in range(heads):
                 _rotate(head, size, cos + angle, sin + angle, query_gain, eps)
                 narrow_head(head, size, query + (row * heads + index) * size * 2)
                 head += size * 4
-            slot = slot_of[row]
-            block, offset = slot // block_size * block_stride, slot % block_size
             before, after = (
                 row > 0 and slot_of[row - 1] == slot - 1,
                 row + 1 < rows and slot_of[row + 1] == slot + 1,

@@ -7,7 +7,17 @@ from llvmlite import ir
 
 from kernels.ops.cpu.intrinsics import I32
 from kernels.ops.cpu.jit import intrinsic, types
-from kernels.ops.cpu.vectors import INTS, LANES, counted_loop, fma, load, number, store, to_bf16
+from kernels.ops.cpu.vectors import (
+    INTS,
+    LANES,
+    counted_loop,
+    fma,
+    load,
+    number,
+    prefetch_line,
+    store,
+    to_bf16,
+)
 
 _PAIRS = LANES // 2
 
@@ -116,3 +126,20 @@ store_both, store_first, store_second = (
     _interleave(lower=False, upper=True),
 )
 """bfloat16 pairs out[size, 2] from float32 first[size] and second[size]: both; the second 0; the first as it was."""
+
+
+@intrinsic
+def ask_for_lines(typing_context: Any, first: Any, stride: Any, count: Any) -> Any:
+    """Start loading `count` > 0 cache lines, `stride` bytes apart."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        first, stride, count = arguments
+
+        def body(index: Any, values: list[Any]) -> list[Any]:
+            prefetch_line(builder, builder.add(first, builder.mul(index, stride)))
+            return []
+
+        counted_loop(builder, count, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate

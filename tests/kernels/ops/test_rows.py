@@ -60,9 +60,9 @@ def test_add_norm_keeps_nan_in_its_row(place: int) -> None:
     assert got.isnan().any(1).tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-def test_quantize_is_off_by_half_a_step_at_most(groups: int) -> None:
-    x = (torch.randn(7, 96) * torch.logspace(-3, 3, 7).unsqueeze(1)).bfloat16()
+@pytest.mark.parametrize(("size", "groups"), [(96, 1), (96, 3), (36, 1), (100, 5)])
+def test_quantize_is_off_by_half_a_step_at_most(size: int, groups: int) -> None:
+    x = (torch.randn(7, size) * torch.logspace(-3, 3, 7).unsqueeze(1)).bfloat16()
     codes, scales = quantize(x, groups)
     back = (codes.float() - 128).view(7, groups, -1) * scales.unsqueeze(2)
     step = scales.unsqueeze(2).expand_as(back)
@@ -83,20 +83,21 @@ def _config(head_dim: int) -> ModelConfig:
 @pytest.mark.parametrize("head_dim", [16, 48, 128])
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_rotate_and_store(head_dim: int, block_size: int, with_norm: bool) -> None:
-    num_tokens, num_heads, num_kv_heads = 19, 4, 2
+@pytest.mark.parametrize("num_tokens", [19, 150])
+def test_rotate_and_store(head_dim: int, block_size: int, with_norm: bool, num_tokens: int) -> None:
+    num_heads, num_kv_heads, num_blocks = 4, 2, 12
     cos, sin = rotary_tables(_config(head_dim), 512)
     positions = torch.randint(0, 512, (num_tokens,))
     at = torch.arange(5, 5 + num_tokens)
-    slots = torch.randperm(6)[at // block_size] * block_size + at % block_size
+    slots = torch.randperm(num_blocks)[at // block_size] * block_size + at % block_size
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
     query, key, value = qkv.tensor_split((num_heads, num_heads + num_kv_heads), dim=1)
     gains = (torch.rand(head_dim) + 0.5, torch.rand(head_dim) + 0.5)
     if with_norm:
         query, key = (rms_norm_reference(x, gain, 1e-6) for x, gain in zip((query, key), gains, strict=True))
     query, key = (rotary_reference(x, cos[positions], sin[positions]) for x in (query, key))
-    keys = torch.full((6, num_kv_heads, head_dim // 2, block_size, 2), torch.nan).bfloat16()
-    values = torch.full((6, num_kv_heads, block_size // 2, head_dim, 2), torch.nan).bfloat16()
+    keys = torch.full((num_blocks, num_kv_heads, head_dim // 2, block_size, 2), torch.nan).bfloat16()
+    values = torch.full((num_blocks, num_kv_heads, block_size // 2, head_dim, 2), torch.nan).bfloat16()
     expected_keys, expected_values = keys.clone(), values.clone()
     store_kv_reference(key, value, expected_keys, expected_values, slots)
     got = rotate_and_store(
