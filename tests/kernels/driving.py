@@ -4,8 +4,10 @@ import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kernels.runner import PendingStep, Runner
+from scheduler.config import SchedulerConfig
 from scheduler.plan import RowResult, SamplingParams, ScheduledRow, StepPlan, TokenLogprobs
 from scheduler.scheduler import Scheduler
 from scheduler.spec import RequestUpdate
@@ -113,6 +115,18 @@ class Driver:
             num_generated_tokens=len(generation.tokens),
             history=history,
         )
+
+
+def scheduler_for(runner: Runner, **settings: Any) -> Scheduler:
+    """One that plans for all of the runner's blocks."""
+    return Scheduler(
+        SchedulerConfig(
+            num_blocks=runner.num_blocks,
+            block_size=runner.block_size,
+            max_model_len=runner.max_model_len,
+            **settings,
+        )
+    )
 
 
 def updates_of(scheduler: Scheduler, runner: Runner) -> Iterator[RequestUpdate]:

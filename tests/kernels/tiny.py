@@ -20,6 +20,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from kernels.registry import resolve_model
+from kernels.weights import Checkpoint, open_checkpoint
+
 SIZES: dict[str, Any] = {
     "vocab_size": 199,
     "hidden_size": 96,
@@ -107,6 +110,10 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
         warnings.simplefilter("ignore")
         model.save_pretrained(folder)
     return folder
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> Checkpoint:
+    return open_checkpoint(resolve_model(str(path)), dtype)
 
 
 @torch.inference_mode()

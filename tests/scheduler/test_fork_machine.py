@@ -18,7 +18,7 @@ from scheduler.request import Request, RequestStatus
 from scheduler.spec import RequestSpec, ServiceClass
 from scheduler.state import State
 from tests.scheduler.driving import STOP, PagedModel, RaisingModel, undisturbed_output
-from tests.scheduler.test_machine import CONTROL, QUICK, SchedulerMachine, configs
+from tests.scheduler.machine import CONTROL, QUICK, SchedulerMachine, configs
 
 BROKEN = -1
 """What the slots of a failed row hold."""

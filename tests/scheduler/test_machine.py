@@ -2,231 +2,24 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
-from typing import ClassVar
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
+from hypothesis.stateful import run_state_machine_as_test
+
+from scheduler.spec import FinishReason
+from tests.scheduler.controls import (
+    forgets_the_waiting,
+    frees_blocks_still_being_written,
+    hashes_without_parent,
+    ignores_max_tokens,
+    never_preempts,
+    never_releases,
+    plans_past_max_tokens,
+    preempts_what_is_in_flight,
+    preempts_without_recomputing,
+    publishes_before_it_is_computed,
 )
-
-from scheduler.admission import BlockNeed
-from scheduler.blocks import BlockPool, chain_hash
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.plan import SamplingParams, StepPlan
-from scheduler.request import Request
-from scheduler.scheduler import Scheduler
-from scheduler.spec import FinishReason, RequestSpec, ServiceClass
-from scheduler.state import State
-from tests.scheduler.controls import frees_blocks_still_being_written
-from tests.scheduler.driving import STOP, Driver, ready_model, undisturbed_output
-
-QUICK = settings(
-    max_examples=60,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-)
-CONTROL = settings(
-    QUICK,
-    max_examples=300,
-    phases=(Phase.generate,),
-    report_multiple_bugs=False,
-    print_blob=False,
-    database=None,
-)
-
-configs = st.builds(
-    SchedulerConfig,
-    num_blocks=st.integers(5, 16),
-    block_size=st.sampled_from([2, 4]),
-    max_num_seqs=st.integers(1, 5),
-    max_model_len=st.just(64),
-    max_num_batched_tokens=st.integers(5, 24),
-    policy=st.sampled_from(list(Policy)),
-    watermark_blocks=st.integers(0, 3),
-    enable_prefix_caching=st.booleans(),
-    max_waiting=st.integers(2, 12),
-    max_bypasses=st.integers(0, 3),
-    max_blocked_scan=st.integers(0, 3),
-    enable_goodput=st.booleans(),
-    min_prefill_tokens=st.integers(1, 8),
-    max_skipped_steps=st.integers(0, 3),
-)
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    """Prompts repeat few patterns, so that prefixes meet; pools are small, so that requests are preempted."""
-
-    num_lookahead_steps: ClassVar[int] = 0
-    quick: ClassVar[settings] = QUICK
-    driver: Driver
-    seen: ClassVar[Counter[str]] = Counter()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.specs: dict[str, RequestSpec] = {}
-        self.failed: set[str] = set()
-        self.reported = 0
-
-    @initialize(config=configs, is_measured=st.booleans())
-    def start(self, config: SchedulerConfig, is_measured: bool) -> None:
-        config = replace(config, num_lookahead_steps=self.num_lookahead_steps)
-        self.driver = Driver(config, ready_model() if is_measured else None)
-
-    @rule(
-        stem=st.integers(0, 2),
-        num_prompt=st.integers(0, 20),
-        max_tokens=st.integers(0, 30),
-        tenant=st.sampled_from(["", "a"]),
-        service_class=st.sampled_from(list(ServiceClass)),
-        tpot_s=st.sampled_from([None, 0.001, 0.02, 0.05]),
-        deadline_after_s=st.sampled_from([None, None, None, 0.05, 5.0]),
-        stop_after=st.integers(1, 20),
-        num_resumed=st.sampled_from([0, 0, 0, 1, 5]),
-        num_logprobs=st.sampled_from([None, 0]),
-    )
-    def add(
-        self,
-        stem: int,
-        num_prompt: int,
-        max_tokens: int,
-        tenant: str,
-        service_class: ServiceClass,
-        tpot_s: float | None,
-        deadline_after_s: float | None,
-        stop_after: int,
-        num_resumed: int,
-        num_logprobs: int | None,
-    ) -> None:
-        now_s = self.driver.now_s
-        prompt = tuple((i // (stem + 1)) % 2 for i in range(num_prompt))
-        spec = RequestSpec(
-            request_id=f"r{len(self.specs)}",
-            prompt_token_ids=prompt,
-            max_tokens=max_tokens,
-            sampling=SamplingParams(seed=0, repetition_penalty=1.0 + stem, num_logprobs=num_logprobs),
-            arrival_s=now_s,
-            stop_token_ids=frozenset((STOP,)),
-            generated_token_ids=undisturbed_output(prompt, num_resumed),
-            service_class=service_class,
-            tpot_s=tpot_s,
-            deadline_s=None if deadline_after_s is None else now_s + deadline_after_s,
-            tenant=tenant,
-        )
-        if self.driver.scheduler.add(spec, now_s) is None:
-            self.specs[spec.request_id] = spec
-            self.driver.model.stop_after[spec.request_id] = stop_after
-        self.driver.collect()
-
-    @property
-    def may_plan(self) -> bool:
-        return len(self.driver.out) <= self.driver.config.num_lookahead_steps
-
-    @precondition(lambda self: self.may_plan)
-    @rule()
-    def schedule(self) -> None:
-        has_work = self.driver.scheduler.has_work
-        plan = self.driver.plan()
-        self.driver.collect()
-        if plan is not None:
-            self.rows_are_wanted(plan)
-        elif has_work and not self.driver.out:
-            assert not self.driver.scheduler.has_work, "work is left, but nothing is planned"
-
-    @precondition(lambda self: bool(self.driver.out))
-    @rule(data=st.data())
-    def update(self, data: st.DataObject) -> None:
-        plan = self.driver.out[0]
-        ids = [row.request_id for row in plan.rows]
-        failing = {data.draw(st.sampled_from(ids))} if data.draw(st.integers(0, 3)) == 3 else set()
-        self.failed |= failing
-        self.driver.complete(plan, failing)
-
-    def rows_are_wanted(self, plan: StepPlan) -> None:
-        for row in plan.rows:
-            assert row.num_generated_tokens < self.specs[row.request_id].max_tokens, "past max_tokens"
-
-    @precondition(lambda self: bool(self.specs))
-    @rule(data=st.data(), reason=st.sampled_from([FinishReason.CANCELLED, FinishReason.STOP]))
-    def finish(self, data: st.DataObject, reason: FinishReason) -> None:
-        name = data.draw(st.sampled_from(sorted(self.specs)))
-        was_live = not self.driver.has_ended(name)
-        assert self.driver.scheduler.finish(name, reason, self.driver.now_s) == was_live
-        self.driver.collect()
-
-    @rule()
-    def run_some(self) -> None:
-        for _ in range(9):
-            if self.driver.out and not self.may_plan:
-                self.driver.complete(self.driver.out[0])
-            plan = self.driver.plan()
-            if plan is not None:
-                self.rows_are_wanted(plan)
-        self.driver.collect()
-
-    @invariant()
-    def books_balance(self) -> None:
-        self.driver.scheduler.pool.check()
-        self.driver.check_out()
-        stats = self.driver.scheduler.stats()
-        assert stats.free_blocks + stats.cached_blocks + stats.held_blocks == stats.total_blocks
-        assert stats.num_running + stats.num_leaving <= self.driver.config.max_num_seqs
-        assert stats.num_waiting + stats.num_running == sum(
-            not self.driver.has_ended(name) for name in self.specs
-        )
-
-    @invariant()
-    def reports_are_right(self) -> None:
-        for update in self.driver.updates[self.reported :]:
-            name = update.request_id
-            spec = self.specs[name]
-            output = spec.generated_token_ids + self.driver.output(name)
-            expected = undisturbed_output(spec.prompt_token_ids, len(output))
-            assert len(self.driver.output(name)) <= max(0, spec.max_tokens - len(spec.generated_token_ids))
-            if output[-1:] == (STOP,):
-                output, expected = output[:-1], expected[:-1]
-            assert output == expected, "the output depends on what happened around it"
-            if spec.sampling.num_logprobs is not None:
-                assert len(update.logprobs) == len(update.new_token_ids)
-            if update.finish is FinishReason.ERROR:
-                assert name in self.failed
-            if update.finish is not None:
-                self.driver.end(name)  # exactly one
-                assert not self.driver.scheduler.finish(name, FinishReason.CANCELLED, self.driver.now_s)
-        self.reported = len(self.driver.updates)
-
-    def teardown(self) -> None:
-        """Whatever happened: everything that was accepted ends, once, and nothing stays behind."""
-        if not hasattr(self, "driver"):
-            return
-        self.driver.run(max_steps=3000)
-        self.reports_are_right()
-        assert all(self.driver.end(name) for name in self.specs)
-        assert self.driver.is_empty()
-        stats = self.driver.scheduler.stats()
-        self.seen["preemptions"] += stats.num_preemptions
-        self.seen["prefix_hits"] += stats.prefix_hit_tokens
-        self.seen["errors"] += len(self.failed)
-        self.seen["pending"] += sum(row.is_pending for plan in self.driver.plans for row in plan.rows)
-        self.seen["wasted"] += self.driver.num_wasted
-        self.seen.update(update.finish for update in self.driver.updates if update.finish)
-
-
-class LookaheadMachine(SchedulerMachine):
-    """The same with the next step planned while one is out."""
-
-    num_lookahead_steps = 1
-    quick = settings(QUICK, max_examples=150)
-
+from tests.scheduler.machine import CONTROL, LookaheadMachine, SchedulerMachine
 
 EVERYTHING = {"preemptions", "prefix_hits", "errors", *FinishReason}
 
@@ -243,62 +36,6 @@ def test_any_sequence_of_events_keeps_books_seats_and_outputs_right(
     run_state_machine_as_test(machine, settings=machine.quick)
     unseen = wanted - {name for name, count in machine.seen.items() if count}
     assert not unseen, "the sequences never got there"
-
-
-def never_releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockPool, "release", lambda self, blocks: None)
-
-
-def hashes_without_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler.request.chain_hash", lambda parent, token_ids: chain_hash(b"", token_ids))
-
-
-def publishes_before_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    admit = State.admit
-
-    def admit_and_publish(self: State, request: Request, need: BlockNeed) -> None:
-        admit(self, request, need)
-        num_full = request.num_tokens // self.config.block_size
-        hashes = request.hash_blocks(num_full, self.config.block_size)
-        for block, name in zip(request.block_table[:num_full], hashes, strict=True):
-            self.pool.publish(block, name)
-
-    monkeypatch.setattr(State, "admit", admit_and_publish)
-
-
-def preempts_without_recomputing(monkeypatch: pytest.MonkeyPatch) -> None:
-    admit = State.admit
-
-    def admit_as_computed(self: State, request: Request, need: BlockNeed) -> None:
-        was_preempted = request.num_preemptions > 0
-        admit(self, request, need)
-        if was_preempted:
-            request.num_computed_tokens = request.num_tokens - 1
-
-    monkeypatch.setattr(State, "admit", admit_as_computed)
-
-
-def ignores_max_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reason(self: Request) -> FinishReason | None:
-        return FinishReason.LENGTH if len(self.generated) > self.spec.max_tokens else None
-
-    monkeypatch.setattr(Request, "finish_reason", reason)
-
-
-def never_preempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "_grow", lambda self, decodes: None)
-
-
-def forgets_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler.admission.headroom_blocks", lambda *_: 1 << 20)
-
-
-def plans_past_max_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Request, "can_decode", property(lambda self: self.num_missing_tokens == 1))
-
-
-def preempts_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(State, "hold_back", lambda self, victims: False)
 
 
 LOOKAHEAD_SABOTAGES = [plans_past_max_tokens, frees_blocks_still_being_written, preempts_what_is_in_flight]

@@ -1,12 +1,8 @@
 """Runners under grammars, driven by the real Scheduler: whole outputs follow them, preempted or resumed or not."""
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-import jsonschema
-import orjson
 import pytest
 from llguidance import LLMatcher
 
@@ -15,155 +11,21 @@ from kernels.grammar import Grammars, TokenVocabulary
 from kernels.model_loading import load_model_runner
 from kernels.registry import resolve_model
 from kernels.runner import Runner, RunnerOptions
-from scheduler.config import SchedulerConfig
 from scheduler.plan import SamplingParams
-from scheduler.scheduler import Scheduler
 from scheduler.spec import FinishReason, RequestSpec
-from service.grammar.formats import grammar_of
-from service.wire import parse_job
-from tests.kernels.driving import updates_of
+from tests.kernels.driving import scheduler_for, updates_of
+from tests.kernels.runner.grammar_cases import BOUNDED, CASES, Tokens, check_outputs, run, specs
 from tests.kernels.tiny import SIZES, make_model, save
 
-MAX_NUM_SEQS = 6
 BLOCK_BYTES = 2 * 3 * 2 * 16 * 16 * 4
 """K and V, layers, KV heads, head size, tokens, float32."""
-SCHEMAS: list[dict[str, Any]] = [
-    {
-        "type": "object",
-        "properties": {"n": {"type": "integer", "minimum": -5, "maximum": 120}, "ok": {"type": "boolean"}},
-        "required": ["n", "ok"],
-        "additionalProperties": False,
-    },
-    {"type": "array", "items": {"enum": ["a", "bc", 3, None]}, "minItems": 2, "maxItems": 4},
-    {"type": "string", "pattern": "^[a-c]{2,6}$"},
-    {
-        "type": "object",
-        "properties": {"tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 3}},
-        "required": ["tags"],
-        "additionalProperties": False,
-    },
-    {"anyOf": [{"type": "integer", "maximum": 999, "minimum": 0}, {"const": {"x": [1]}}]},
-]
-CHOICES = ["yes", "no", "maybe not"]
-PATTERN = r"\d{2}-[a-f]{3,8}"
-
-Check = Callable[[str], None]
-
-
-def grammar(response_format: dict[str, Any]) -> str:
-    value = orjson.dumps({"id": "j", "prompt": "x", "response_format": response_format})
-    made = grammar_of(parse_job(value, key=b"j", timestamp_ms=0).response_format)
-    assert made is not None
-    return made.text
-
-
-def check_schema(schema: dict[str, Any]) -> Check:
-    return lambda text: jsonschema.validate(orjson.loads(text), schema)
-
-
-def check_choice(text: str) -> None:
-    assert text in CHOICES
-
-
-def check_regex(text: str) -> None:
-    assert re.fullmatch(PATTERN, text)
-
-
-CASES: list[tuple[str, Check]] = [
-    *(
-        (
-            grammar({"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}),
-            check_schema(schema),
-        )
-        for schema in SCHEMAS
-    ),
-    (grammar({"type": "choice", "choice": CHOICES}), check_choice),
-    (grammar({"type": "regex", "regex": PATTERN}), check_regex),
-]
-BOUNDED = [text for text, check in CASES if check in (check_choice, check_regex)]
-"""Texts of these are short."""
-
-
-def specs(
-    max_tokens: int, eos_token_ids: frozenset[int], *, seed: int = 0
-) -> dict[str, tuple[RequestSpec, Check]]:
-    """Each case once greedy and once at temperature 1, and as many requests without a grammar."""
-    made = {}
-    for number, (text, check) in enumerate(CASES):
-        for temperature in (0.0, 1.0):
-            sampling = SamplingParams(seed=seed + number, temperature=temperature, grammar=text)
-            request_id = f"{number}@{temperature:g}"
-            spec = RequestSpec(
-                request_id,
-                tuple(range(40, 51 + 5 * number)),
-                max_tokens,
-                sampling,
-                0.0,
-                stop_token_ids=eos_token_ids,
-            )
-            made[request_id] = spec, check
-            plain = replace(
-                spec,
-                request_id=f"plain {request_id}",
-                sampling=replace(sampling, grammar=None),
-                max_tokens=20,
-            )
-            made[plain.request_id] = replace(plain, stop_token_ids=frozenset()), lambda text: None
-    return made
-
-
-Tokens = dict[str, list[int]]
-
-
-def run(
-    runner: Runner,
-    wanted: list[RequestSpec],
-    *,
-    max_num_seqs: int = MAX_NUM_SEQS,
-    num_lookahead_steps: int = 0,
-) -> tuple[Tokens, int]:
-    """Tokens by request, and how often one was preempted. Everything must end by a stop or by its length."""
-    scheduler = Scheduler(
-        SchedulerConfig(
-            num_blocks=runner.num_blocks,
-            block_size=runner.block_size,
-            max_num_seqs=max_num_seqs,
-            max_model_len=runner.max_model_len,
-            max_num_batched_tokens=64,
-            num_lookahead_steps=num_lookahead_steps,
-        )
-    )
-    tokens: dict[str, list[int]] = {spec.request_id: list(spec.generated_token_ids) for spec in wanted}
-    for spec in wanted:
-        assert scheduler.add(spec, 0.0) is None
-    for update in updates_of(scheduler, runner):
-        tokens[update.request_id].extend(update.new_token_ids)
-        assert update.finish in (None, FinishReason.STOP, FinishReason.LENGTH), update
-    return tokens, scheduler.stats().num_preemptions
-
-
-def check_outputs(
-    tokens: Mapping[str, list[int]],
-    wanted: Mapping[str, tuple[RequestSpec, Check]],
-    token_bytes: list[bytes],
-    eos_token_ids: frozenset[int],
-) -> None:
-    num_whole = 0
-    for request_id, (spec, check) in wanted.items():
-        generated = tokens[request_id]
-        if spec.sampling.grammar is None or generated[-1] not in eos_token_ids:
-            continue
-        num_whole += 1
-        assert not eos_token_ids & set(generated[:-1])
-        check(b"".join(token_bytes[token_id] for token_id in generated).decode())
-    assert num_whole >= len(CASES), "too few outputs came to their end to say anything"
-
-
 TINY_TOKENS = [b"", b"", b"", *(bytes([byte]) for byte in range(0x20, 0x7F)), b"\n"]
 TINY_TOKENS += [
     pair.encode() for pair in ('{"', '":', '",', '"]', "}", "ab", "ye", "es", "no", "tr", "12", "tags", "may")
 ]
 TINY_EOS = frozenset({0, 2})
+
+Kind = tuple[Callable[[int], Runner], list[bytes], frozenset[int]]
 
 
 @pytest.fixture(scope="module")
@@ -203,9 +65,6 @@ def kind(
     if request.param == "tiny":
         return load_tiny, [*TINY_TOKENS, *[b""] * SIZES["vocab_size"]], TINY_EOS
     return byte_runner, [*(bytes([byte]) for byte in range(256)), b""], frozenset({EOS_TOKEN_ID})
-
-
-Kind = tuple[Callable[[int], Runner], list[bytes], frozenset[int]]
 
 
 @pytest.mark.parametrize("seed", [0, 100])
@@ -317,15 +176,7 @@ def test_bad_regex_or_grammar_ends_one_request_and_no_other(kind: Kind, num_look
     bad = RequestSpec("bad", (40, 41), 9, SamplingParams(seed=0, grammar="{}"), 0.0, stop_token_ids=eos)
     good = next(iter(specs(9, eos).values()))[0]
     runner = load(64)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            num_blocks=64,
-            block_size=16,
-            max_num_seqs=4,
-            max_model_len=256,
-            num_lookahead_steps=num_lookahead_steps,
-        )
-    )
+    scheduler = scheduler_for(runner, max_num_seqs=4, num_lookahead_steps=num_lookahead_steps)
     assert scheduler.add(bad, 0.0) is None
     assert scheduler.add(good, 0.0) is None
     finishes = {update.request_id: update.finish for update in updates_of(scheduler, runner) if update.finish}

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from kernels.deterministic import DeterministicOptions, DeterministicRunner, expected_tokens
-from scheduler.config import SchedulerConfig
 from scheduler.plan import SamplingParams, StepPlan, StepResult
 from scheduler.scheduler import Scheduler
 from scheduler.spec import FinishReason, RequestSpec
+from tests.kernels.driving import scheduler_for
 
 MAX_TOKENS, POISON = 40, 7
 PROMPTS = {
@@ -26,15 +26,7 @@ def serve(
     runner: DeterministicRunner, prompts: dict[str, tuple[int, ...]]
 ) -> tuple[Scheduler, dict[str, list[int]], dict[str, FinishReason]]:
     """Three choices of each prompt; tokens and ends by request id."""
-    scheduler = Scheduler(
-        SchedulerConfig(
-            num_blocks=runner.num_blocks,
-            block_size=runner.block_size,
-            max_num_seqs=6,
-            max_model_len=runner.max_model_len,
-            max_num_batched_tokens=24,
-        )
-    )
+    scheduler = scheduler_for(runner, max_num_seqs=6, max_num_batched_tokens=24)
     tokens: dict[str, list[int]] = {}
     ends: dict[str, FinishReason] = {}
     for name, prompt in prompts.items():

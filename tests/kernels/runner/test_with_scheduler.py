@@ -9,11 +9,9 @@ from kernels.model_loading import load_model_runner
 from kernels.model_runner import ModelRunner
 from kernels.registry import resolve_model
 from kernels.runner import Runner, RunnerOptions
-from scheduler.config import SchedulerConfig
 from scheduler.plan import SamplingParams
-from scheduler.scheduler import Scheduler
 from scheduler.spec import FinishReason, RequestSpec
-from tests.kernels.driving import generate, updates_of
+from tests.kernels.driving import generate, scheduler_for, updates_of
 from tests.kernels.tiny import make_model, save
 
 MAX_NUM_SEQS, MAX_TOKENS = 6, 40
@@ -26,15 +24,11 @@ SAMPLING = [
 
 def run(runner: Runner, num_lookahead_steps: int) -> tuple[dict[str, list[int]], int]:
     """Tokens by request, and how often one was preempted."""
-    scheduler = Scheduler(
-        SchedulerConfig(
-            num_blocks=runner.num_blocks,
-            block_size=runner.block_size,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_model_len=runner.max_model_len,
-            max_num_batched_tokens=48,
-            num_lookahead_steps=num_lookahead_steps,
-        )
+    scheduler = scheduler_for(
+        runner,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=48,
+        num_lookahead_steps=num_lookahead_steps,
     )
     tokens: dict[str, list[int]] = {str(idx): [] for idx in range(len(PROMPTS))}
     for idx, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLING, strict=True)):

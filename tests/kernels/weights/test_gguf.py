@@ -14,11 +14,11 @@ from kernels.config import RopeScaling
 from kernels.errors import ModelFileError
 from kernels.registry import resolve_model
 from kernels.runner import RunnerOptions, load_runner
-from kernels.weights import Checkpoint, open_checkpoint
+from kernels.weights import open_checkpoint
 from kernels.weights.gguf_config import llama3_factors
 from tests.kernels.driving import generate, tokens_of
 from tests.kernels.gguf_writing import write_gguf
-from tests.kernels.tiny import make_model, reference_tokens
+from tests.kernels.tiny import load, make_model, reference_tokens
 
 ARCHITECTURES = {
     "llama": "llama",
@@ -27,10 +27,6 @@ ARCHITECTURES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
 }
-
-
-def load(path: Path, dtype: torch.dtype = torch.float32) -> Checkpoint:
-    return open_checkpoint(resolve_model(str(path)), dtype)
 
 
 @pytest.fixture(scope="module")

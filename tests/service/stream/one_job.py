@@ -1,0 +1,54 @@
+"""One job's stream: its events put together, its tokens one event each, and how far a reader has come."""
+
+from collections.abc import Callable
+
+from redis.asyncio import Redis
+
+from service.stream.assemble import Fed, StreamAssembler
+from service.stream.publisher import StreamPublisher
+from service.wire.event import Event
+from tests.support.streams import Followed, open_job
+
+JOB = "job-1"
+
+
+def assembled(events: list[Event], job_id: str = JOB) -> StreamAssembler:
+    assembler = StreamAssembler(job_id)
+    for event in events:
+        assert assembler.feed(event) is Fed.APPLIED, f"hole or duplicate at {event}"
+    return assembler
+
+
+async def begin(publisher: StreamPublisher, text: str = "a", token_ids: tuple[int, ...] = (1,)) -> None:
+    """The first attempt up to its first flush."""
+    await open_job(publisher, JOB)
+    publisher.start(JOB, 1)
+    publisher.delta(JOB, 1, 0, text, token_ids)
+    await publisher.flushed(JOB, 1)
+
+
+async def write(
+    publisher: StreamPublisher, tokens: range, *, epoch: int = 1, text: str | None = None
+) -> None:
+    """One flush, and so one event, per token."""
+    for token in tokens:
+        publisher.delta(JOB, epoch, 0, f"{token} " if text is None else text, (token,))
+        assert await publisher.flushed(JOB, epoch)
+
+
+def words(stop: int) -> str:
+    return "".join(f"{token} " for token in range(stop))
+
+
+def seen(count: int) -> Callable[[Followed], bool]:
+    return lambda followed: len(followed.events) >= count
+
+
+async def begin_and_follow(publisher: StreamPublisher, redis: Redis, num_tokens: int = 0) -> Followed:
+    """A reader that has seen the first attempt start and write so many tokens."""
+    await open_job(publisher, JOB)
+    followed = Followed(redis, JOB)
+    publisher.start(JOB, 1)
+    await write(publisher, range(num_tokens))
+    await followed.until(seen(1 + num_tokens))
+    return followed

@@ -1,0 +1,137 @@
+"""The publisher through a proxy that stalls and cuts: nothing is lost, doubled or handed to the wrong caller."""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from service.stream.keys import JobKeys
+from service.stream.scripts import APPEND, Script
+from service.wire.event import Event
+from tests.service.stream.one_job import JOB, assembled
+from tests.support.proxy import Direction, running_proxy
+from tests.support.redis import RedisServer
+from tests.support.streams import COMPLETED, DIGEST, FAST, eventually, log_events, open_job, running_publisher
+
+pytestmark = pytest.mark.redis
+
+
+async def cut_the_answer_to_the_first_write(redis_server: RedisServer, append: Script) -> list[Event]:
+    async with (
+        running_proxy(redis_server.port) as proxy,
+        running_publisher(proxy.url, append=append) as publisher,
+    ):
+        await open_job(publisher, JOB)
+
+        def cut(direction: Direction, chunk: bytes) -> None:
+            if direction == "to_client":
+                proxy.on_chunk = None
+                proxy.cut()
+                proxy.stall(direction)
+
+        proxy.on_chunk = cut
+        publisher.start(JOB, 1)
+        publisher.delta(JOB, 1, 0, "a", (1,))
+        await eventually(lambda: proxy.on_chunk is None, "the answer to the write was cut off")
+        publisher.delta(JOB, 1, 0, "b", (2,))
+        proxy.resume()
+        assert await publisher.flushed(JOB, 1)
+        assert await publisher.end(JOB, 1, COMPLETED)
+        assert proxy.num_connections >= 2
+        async with Redis.from_url(redis_server.url) as redis:
+            return await log_events(redis, JOB)
+
+
+async def test_a_write_with_unknown_outcome_is_sent_again_and_appears_once(redis_server: RedisServer) -> None:
+    assembler = assembled(await cut_the_answer_to_the_first_write(redis_server, APPEND))
+    assert assembler.problems() == []
+    assert assembler.texts() == ["ab"]
+
+
+async def test_control_without_comparing_seq_the_resent_events_appear_twice(
+    redis_server: RedisServer,
+) -> None:
+    source = APPEND.source.decode()
+    forgetful = Script.of(source.replace("tonumber(held[3] or 0)", "first"))
+    assert forgetful.sha != APPEND.sha
+    events = await cut_the_answer_to_the_first_write(redis_server, forgetful)
+    assert max(Counter(event.seq for event in events).values()) == 2
+
+
+async def test_a_slow_redis_makes_deltas_merge_and_never_delays_or_piles_up(
+    redis_server: RedisServer,
+) -> None:
+    async with running_proxy(redis_server.port) as proxy, running_publisher(proxy.url) as publisher:
+        ids = [f"job-{i}" for i in range(4)]
+        for job_id in ids:
+            await open_job(publisher, job_id)
+            publisher.start(job_id, 1)
+        await asyncio.gather(*(publisher.flushed(job_id, 1) for job_id in ids))
+        assert publisher.healthy
+        proxy.stall("to_client")
+        trips = publisher.num_round_trips
+        for token in range(500):
+            for job_id in ids:
+                assert publisher.delta(job_id, 1, 0, "x", (token,))
+            if token == 0:
+                await eventually(lambda: not publisher.healthy, "a stalled round trip is reported")
+        assert publisher.num_round_trips == trips
+        assert publisher.backlog_jobs == 4
+        assert 0 < publisher.backlog_bytes < 100_000
+        proxy.resume()
+        assert all(await asyncio.gather(*(publisher.flushed(job_id, 1) for job_id in ids)))
+        assert publisher.healthy
+        async with Redis.from_url(redis_server.url) as redis:
+            for job_id in ids:
+                events = await log_events(redis, job_id)
+                assert len(events) <= 4, "499 steps were merged"
+                assert assembled(events, job_id).choice(0).token_ids == list(range(500))
+
+
+async def test_a_redis_that_does_not_answer_is_given_up_and_asked_again(redis_server: RedisServer) -> None:
+    config = replace(FAST, command_timeout_s=0.1)
+    async with running_proxy(redis_server.port) as proxy, running_publisher(proxy.url, config) as publisher:
+        await open_job(publisher, JOB)
+        proxy.stall("to_client")
+        publisher.start(JOB, 1)
+        connections = proxy.num_connections
+        await eventually(lambda: proxy.num_connections > connections, "it connects anew")
+        assert not publisher.healthy
+        proxy.resume()
+        assert await publisher.flushed(JOB, 1)
+        async with Redis.from_url(redis_server.url) as redis:
+            assert len(await log_events(redis, JOB)) == 1
+
+
+async def test_a_cancelled_command_never_hands_its_reply_to_the_next_caller(
+    redis_server: RedisServer,
+) -> None:
+    num_jobs = 60
+    async with Redis.from_url(redis_server.url) as redis:
+        for i in range(num_jobs):
+            fields: Any = {
+                "epoch": i,
+                "origin": "jobs/0/7",
+                "digest": DIGEST,
+            }
+            await redis.hset(JobKeys.of(f"job-{i}").meta, mapping=fields)
+    async with running_proxy(redis_server.port) as proxy, running_publisher(proxy.url) as publisher:
+        await open_job(publisher, "warm")
+        for round_no in range(3):
+            proxy.stall("to_client")
+            tasks = [asyncio.create_task(open_job(publisher, f"job-{i}")) for i in range(num_jobs)]
+            await proxy.passed("to_server", 1)
+            for task in tasks[round_no::3]:
+                task.cancel()
+            proxy.resume()
+            replies = await asyncio.gather(*tasks, return_exceptions=True)
+            for i, reply in enumerate(replies):
+                if i % 3 == round_no:
+                    assert isinstance(reply, asyncio.CancelledError)
+                else:
+                    assert not isinstance(reply, BaseException)
+                    assert reply.epoch == i + 1 + round_no
+        assert proxy.num_connections == 1, "no command was broken off"
