@@ -2,7 +2,11 @@
 
 import os
 
+import pytest
 from hypothesis import settings
+
+# Helper modules assert too; their failures should show the values as well.
+pytest.register_assert_rewrite("tests.kernels", "tests.scheduler", "tests.service", "tests.support")
 
 pytest_plugins = ["tests.support.kafka", "tests.support.redis"]
 
