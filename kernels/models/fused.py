@@ -173,7 +173,7 @@ class FusedDecoder:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         num_tokens, num_sampled = batch.token_ids.shape[0], batch.sample_indices.shape[0]
         self._check(batch)
-        self._make_room(num_tokens)
+        self._make_room(max(num_tokens, num_sampled))
         if num_sampled > self._logits.shape[0]:
             self._logits = torch.empty(num_sampled, self.config.vocab_size, dtype=torch.float32)
         if not self._compiled:

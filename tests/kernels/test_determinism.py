@@ -18,7 +18,7 @@ from tests.kernels.determinism import Circumstances, Load, Logits, Served, load,
 from tests.kernels.tiny import make_model, save
 
 needs_compiled_path = pytest.mark.skipif(
-    not cpu_kernels_supported(), reason="this processor has no AVX-512 bfloat16 and int8 dot products"
+    not cpu_kernels_supported(quantized=True), reason="this processor has no AVX-512 with int8 dot products"
 )
 
 WIDE_WINDOW = "mistral_wide_window"

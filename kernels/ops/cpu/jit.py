@@ -105,14 +105,13 @@ def _sources_digest() -> str:
 
 @cache
 def use_cache_folder() -> bool:
-    """Whether there is one; without, every process compiles for itself."""
+    """Whether there is one, in NUMBA_CACHE_DIR where that is set; without, every process compiles for itself."""
     # Numba looks only at the unit's own file when it decides whether a cached kernel is stale, so
     # the folder's name is a hash of all kernel sources and says which product they were compiled for.
-    if numba.config.CACHE_DIR:
-        return True
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = f"kernels-{_sources_digest()}-{bf16_product()}"
-    for folder in (base / "tailrace", Path(tempfile.gettempdir()) / f"tailrace-{os.getuid()}"):
+    given = numba.config.CACHE_DIR
+    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tailrace"
+    for folder in (Path(given),) if given else (own, Path(tempfile.gettempdir()) / f"tailrace-{os.getuid()}"):
         if _is_ours_to_write(folder / name):
             numba.config.CACHE_DIR = str(folder / name)
             _forget_old(folder)

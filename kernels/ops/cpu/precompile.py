@@ -42,7 +42,7 @@ def precompile(module: str, units: Sequence[Unit]) -> None:
     if marker.exists():
         return
     names = [unit.name for unit in units]
-    command = [sys.executable, "-c", _CHILD, str(ROOT), str(folder), bf16_product(), module, *names]
+    command = [sys.executable, "-c", _CHILD, str(ROOT), str(folder.parent), bf16_product(), module, *names]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False

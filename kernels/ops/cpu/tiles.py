@@ -3,6 +3,7 @@
 # ruff: noqa: ARG001 -- Numba fixes the arguments of an intrinsic and of its generator
 from typing import Any
 
+from kernels.ops.cpu.features import processor_features
 from kernels.ops.cpu.jit import intrinsic, types
 from kernels.ops.cpu.product import Product, bf16_product, left_bytes
 from kernels.ops.cpu.tile import MOST_INT8, Tile, for_each_height
@@ -84,7 +85,7 @@ def int8_tile_32(
     """c[rows, 32] = gain[32] · Σ over groups of scales[row, group] · (a[rows, group] · b[group] + offsets[group, 32]).
 
     a is uint8 [rows, groups, 4 * steps], b int8 in fours, offsets int32, scales [rows, groups], gain and c float32;
-    rows is one of HEIGHTS up to MOST_INT8.
+    rows is one of HEIGHTS up to MOST_INT8. Nothing happens on a processor without VNNI.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -96,7 +97,9 @@ def int8_tile_32(
             gains = tile.vectors_at(gain, FLOATS)
             tile.store(c, ldc, {cell: builder.fmul(total[cell], gains[cell[1]]) for cell in tile.cells()})
 
-        for_each_height(builder, rows, emit, MOST_INT8)
+        # The kernel around this serves both kinds of weights, and is compiled where only one can be.
+        if "avx512vnni" in processor_features():
+            for_each_height(builder, rows, emit, MOST_INT8)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 12), generate

@@ -10,6 +10,7 @@ from kernels.batch import ForwardBatch
 from kernels.config import Gemma3Shape, ModelConfig, RopeScaling
 from kernels.kv_pool import KVPool
 from kernels.models.decoder import DecoderModel
+from kernels.models.fused import FusedDecoder
 from kernels.models.gemma3 import Gemma3Decoder
 from kernels.models.portable import PortableDecoder
 from kernels.ops.cpu.features import cpu_kernels_supported
@@ -24,7 +25,7 @@ Row = tuple[Sequence[int], int, int]
 @pytest.fixture(autouse=True)
 def _needs_cpu_kernels() -> None:
     if not cpu_kernels_supported():
-        pytest.skip("this processor has no AVX-512 bfloat16 and int8 dot products")
+        pytest.skip("this processor has no AVX-512")
 
 
 def make_config(**changes: object) -> ModelConfig:
@@ -111,6 +112,8 @@ def make_batch(rows: Sequence[Row], *, every_token: bool = False) -> ForwardBatc
 
 
 def make_model(config: ModelConfig, quantization: str = "none", num_threads: int = 2) -> DecoderModel:
+    if not cpu_kernels_supported(quantized=quantization == "int8"):
+        pytest.skip("this processor has no int8 dot products")
     pool = KVPool(config, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16)
     pool.keys.fill_(torch.nan)
     pool.values.fill_(torch.nan)
@@ -212,6 +215,15 @@ def test_rows_may_be_sampled_twice_and_in_any_order(shape: str) -> None:
     indices = torch.tensor([53, 7, 7, 0, 53, 30])
     for _ in range(2):
         assert torch.equal(model.forward(replace(batch, sample_indices=indices)), every[indices])
+
+
+def test_more_rows_may_be_sampled_than_there_are_tokens() -> None:
+    model, batch = make_model(make_config()), make_batch([((3,), 0, 1)])
+    expected = model.forward(batch).clone()
+    got = model.forward(replace(batch, sample_indices=torch.zeros(40, dtype=torch.int64)))
+    assert torch.equal(got, expected.expand(40, -1))
+    assert isinstance(model._decoder, FusedDecoder)
+    assert model._decoder._max_tokens == 40, "the step's buffers hold the last norm's rows too"
 
 
 def test_many_rows_take_whole_rows_and_give_the_same() -> None:

@@ -1,6 +1,27 @@
 from pathlib import Path
 
+import pytest
+
+from kernels.ops.cpu import jit
 from kernels.ops.cpu.jit import _forget_old, _is_ours_to_write
+from kernels.ops.cpu.product import Product
+
+
+@pytest.mark.parametrize("variable", ["NUMBA_CACHE_DIR", "XDG_CACHE_HOME"])
+def test_hazard_kernels_of_one_product_are_not_found_by_the_other(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They read rows of another width: in a shared folder the second process would write past its scratch."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folders = set()
+    for product in (Product.DOT, Product.FMA):
+        monkeypatch.setattr(jit, "bf16_product", lambda product=product: product)
+        given = str(tmp_path) if variable == "NUMBA_CACHE_DIR" else ""
+        monkeypatch.setattr(jit.numba.config, "CACHE_DIR", given)
+        assert jit.use_cache_folder.__wrapped__()
+        folders.add(jit.numba.config.CACHE_DIR)
+    assert len(folders) == 2
+    assert all(Path(folder).is_relative_to(tmp_path) for folder in folders)
 
 
 def test_cache_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:

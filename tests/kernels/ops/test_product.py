@@ -46,7 +46,7 @@ code = pytest.main(["-q", "-p", "no:cacheprovider", "-rs", *sys.argv[2:]])
 print("computed by", bf16_product())
 sys.exit(code)
 """
-CASCADE_LAKE = "avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512cd,avx512vnni"
+SKYLAKE = "avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512cd"
 
 
 @pytest.fixture
@@ -60,10 +60,10 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module._quicker_product.cache_clear()
 
 
-def _run_kernel_tests(product: str, **environ: str) -> str:
-    """The kernels' own tests in a process that multiplies otherwise; its output."""
+def _run_kernel_tests(product: str, *tests: str, **environ: str) -> str:
+    """Kernels' own tests in a process that multiplies otherwise; its output."""
     done = subprocess.run(
-        [sys.executable, "-c", RUN_TESTS, product, *KERNEL_TESTS],
+        [sys.executable, "-c", RUN_TESTS, product, *tests],
         env=os.environ | {"PYTHONPATH": str(ROOT)} | environ,
         cwd=ROOT,
         capture_output=True,
@@ -78,15 +78,25 @@ def _run_kernel_tests(product: str, **environ: str) -> str:
 @needs_dot
 def test_kernels_with_the_other_product() -> None:
     other = OTHER[bf16_product()]
-    assert f"computed by {other}" in _run_kernel_tests(other)
+    assert f"computed by {other}" in _run_kernel_tests(other, *KERNEL_TESTS)
 
 
-def test_hazard_kernels_on_a_processor_without_bfloat16_instructions() -> None:
+@pytest.mark.parametrize(
+    ("processor", "features", "tests"),
+    [
+        ("cascadelake", SKYLAKE + ",avx512vnni", KERNEL_TESTS[:-1]),
+        ("skylake-avx512", SKYLAKE, (KERNEL_TESTS[-1], "-k", "not int8")),
+    ],
+)
+def test_hazard_kernels_on_a_processor_without_bfloat16_instructions(
+    processor: str, features: str, tests: tuple[str, ...]
+) -> None:
     """LLVM ends the process where it is asked for an instruction that the processor has not."""
     output = _run_kernel_tests(
         "",
-        NUMBA_CPU_NAME="cascadelake",
-        NUMBA_CPU_FEATURES=",".join(f"+{name}" for name in CASCADE_LAKE.split(",")),
+        *tests,
+        NUMBA_CPU_NAME=processor,
+        NUMBA_CPU_FEATURES=",".join(f"+{name}" for name in features.split(",")),
     )
     assert "computed by fma" in output
 
