@@ -55,6 +55,11 @@ def pointer(builder: Any, address: Any, kind: Any) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
 
 
+def element(builder: Any, base: Any, index: Any, size: int = 4) -> Any:
+    """Address of one of an array's elements of `size` bytes."""
+    return builder.add(base, builder.mul(index, number(size)))
+
+
 def load(builder: Any, address: Any, kind: Any = FLOATS, align: int = 64) -> Any:
     return builder.load(pointer(builder, address, kind), align=align)
 

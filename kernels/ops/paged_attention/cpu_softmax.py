@@ -13,20 +13,16 @@ from kernels.ops.cpu.vectors import (
     LANES,
     across,
     counted_loop,
+    element,
     exp2,
     fma,
     larger,
     load,
-    number,
     splat,
     spread,
     store,
     to_bf16,
 )
-
-
-def _address(builder: Any, base: Any, index: Any, size: int = 4) -> Any:
-    return builder.add(base, builder.mul(index, number(size)))
 
 
 def _first(builder: Any, lanes: Any) -> Any:
@@ -41,7 +37,7 @@ def row_peak(typing_context: Any, scores: Any, count: Any) -> Any:
         scores, count = arguments
 
         def largest(index: Any, values: list[Any]) -> list[Any]:
-            return [larger(builder, load(builder, _address(builder, scores, index)), values[0])]
+            return [larger(builder, load(builder, element(builder, scores, index)), values[0])]
 
         return across(
             builder, counted_loop(builder, count, [splat(float("-inf"))], largest, LANES)[0], larger
@@ -81,11 +77,11 @@ def weigh_row(
         scales, peaks = spread(builder, scale, FLOATS), spread(builder, builder.fneg(peak), FLOATS)
 
         def weigh(index: Any, values: list[Any]) -> list[Any]:
-            lanes = load(builder, _address(builder, scores, index))
+            lanes = load(builder, element(builder, scores, index))
             weight = exp2(builder, fma(builder, lanes, scales, peaks))
             size = left_bytes()
             left = weight if bf16_product() is Product.FMA else to_bf16(builder, weight)
-            store(builder, left, _address(builder, weights, index, size), align=32)
+            store(builder, left, element(builder, weights, index, size), align=32)
             return [builder.fadd(values[0], weight)]
 
         total = counted_loop(builder, count, [splat(0.0)], weigh, LANES)[0]
@@ -124,7 +120,7 @@ def merge_row(
             store(builder, fma(builder, load(builder, target), keep, added), target)
 
         def blend_output(index: Any, values: list[Any]) -> list[Any]:
-            blend(_address(builder, output, index), _address(builder, part, index))
+            blend(element(builder, output, index), element(builder, part, index))
             return []
 
         counted_loop(builder, size, [], blend_output, LANES)
@@ -145,8 +141,8 @@ def finish_row(typing_context: Any, output: Any, sums: Any, size: Any, out: Any)
         inverses = spread(builder, builder.fdiv(ir.Constant(F32, 1.0), total), FLOATS)
 
         def divide(index: Any, values: list[Any]) -> list[Any]:
-            value = builder.fmul(load(builder, _address(builder, output, index)), inverses)
-            store(builder, to_bf16(builder, value), _address(builder, out, index, 2), align=2)
+            value = builder.fmul(load(builder, element(builder, output, index)), inverses)
+            store(builder, to_bf16(builder, value), element(builder, out, index, 2), align=2)
             return []
 
         counted_loop(builder, size, [], divide, LANES)

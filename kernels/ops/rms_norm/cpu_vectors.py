@@ -17,18 +17,14 @@ from kernels.ops.cpu.vectors import (
     LANES,
     across,
     counted_loop,
+    element,
     fma,
     load,
-    number,
     splat,
     spread,
     store,
     to_bf16,
 )
-
-
-def _at(builder: Any, base: Any, index: Any, size: int = 4) -> Any:
-    return builder.add(base, builder.mul(index, number(size)))
 
 
 def _larger_bits(builder: Any, a: Any, b: Any) -> Any:
@@ -43,12 +39,12 @@ def _scale_row(narrow: bool) -> Any:
             factors = spread(builder, factor, FLOATS)
 
             def body(index: Any, values: list[Any]) -> list[Any]:
-                value = builder.fmul(load(builder, _at(builder, x, index), align=4), factors)
-                value = builder.fmul(value, load(builder, _at(builder, gain, index), align=4))
+                value = builder.fmul(load(builder, element(builder, x, index), align=4), factors)
+                value = builder.fmul(value, load(builder, element(builder, gain, index), align=4))
                 if narrow:
-                    store(builder, to_bf16(builder, value), _at(builder, out, index, 2), align=2)
+                    store(builder, to_bf16(builder, value), element(builder, out, index, 2), align=2)
                 else:
-                    store(builder, value, _at(builder, out, index), align=4)
+                    store(builder, value, element(builder, out, index), align=4)
                 return []
 
             counted_loop(builder, size, [], body, LANES)
@@ -71,9 +67,9 @@ def widen_row(typing_context: Any, half: Any, size: Any, out: Any) -> Any:
         half, size, out = arguments
 
         def body(index: Any, values: list[Any]) -> list[Any]:
-            lanes = load(builder, _at(builder, half, index, 2), ir.VectorType(I16, LANES), align=2)
+            lanes = load(builder, element(builder, half, index, 2), ir.VectorType(I16, LANES), align=2)
             wide = builder.shl(builder.zext(lanes, INTS), ir.Constant(INTS, [16] * LANES))
-            store(builder, wide, _at(builder, out, index), align=4)
+            store(builder, wide, element(builder, out, index), align=4)
             return []
 
         counted_loop(builder, size, [], body, LANES)
@@ -90,7 +86,7 @@ def peak_bits(typing_context: Any, x: Any, size: Any) -> Any:
         x, size = arguments
 
         def body(index: Any, values: list[Any]) -> list[Any]:
-            lanes = load(builder, _at(builder, x, index), INTS, align=4)
+            lanes = load(builder, element(builder, x, index), INTS, align=4)
             size_only = builder.and_(lanes, ir.Constant(INTS, [0x7FFFFFFF] * LANES))
             return [_larger_bits(builder, size_only, values[0])]
 
@@ -113,7 +109,7 @@ def encode_row(typing_context: Any, x: Any, size: Any, inverse: Any, out: Any) -
         inverses = spread(builder, inverse, FLOATS)
 
         def body(index: Any, values: list[Any]) -> list[Any]:
-            value = load(builder, _at(builder, x, index), align=4)
+            value = load(builder, element(builder, x, index), align=4)
             shifted = fma(builder, value, inverses, splat(128.5))
             whole = builder.call(
                 truncate, [shifted, undefined, all_lanes, ir.Constant(I32, current_rounding)]

@@ -11,6 +11,7 @@ from kernels.ops.cpu.vectors import (
     INTS,
     LANES,
     counted_loop,
+    element,
     fma,
     load,
     number,
@@ -22,23 +23,19 @@ from kernels.ops.cpu.vectors import (
 _PAIRS = LANES // 2
 
 
-def _at(builder: Any, base: Any, index: Any, size: int = 4) -> Any:
-    return builder.add(base, builder.mul(index, number(size)))
-
-
 @intrinsic
 def rotate_halves(typing_context: Any, x: Any, half: Any, cos: Any, sin: Any) -> Any:
     """float32 x[2 * half] turned in place by angles [half], a positive multiple of 16."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, half, cos, sin = arguments
-        upper = _at(builder, x, half)
+        upper = element(builder, x, half)
 
         def body(index: Any, values: list[Any]) -> list[Any]:
-            first, second = _at(builder, x, index), _at(builder, upper, index)
+            first, second = element(builder, x, index), element(builder, upper, index)
             a, b = load(builder, first, align=4), load(builder, second, align=4)
-            c = load(builder, _at(builder, cos, index), align=4)
-            s = load(builder, _at(builder, sin, index), align=4)
+            c = load(builder, element(builder, cos, index), align=4)
+            s = load(builder, element(builder, sin, index), align=4)
             store(builder, fma(builder, a, c, builder.fneg(builder.fmul(b, s))), first, align=4)
             store(builder, fma(builder, b, c, builder.fmul(a, s)), second, align=4)
             return []
@@ -57,8 +54,8 @@ def narrow_head(typing_context: Any, x: Any, size: Any, out: Any) -> Any:
         x, size, out = arguments
 
         def body(index: Any, values: list[Any]) -> list[Any]:
-            value = load(builder, _at(builder, x, index), align=4)
-            store(builder, to_bf16(builder, value), _at(builder, out, index, 2), align=2)
+            value = load(builder, element(builder, x, index), align=4)
+            store(builder, to_bf16(builder, value), element(builder, out, index, 2), align=2)
             return []
 
         counted_loop(builder, size, [], body, LANES)
@@ -75,7 +72,7 @@ def store_pairs(typing_context: Any, x: Any, size: Any, out: Any, stride: Any) -
         x, size, out, stride = arguments
 
         def body(index: Any, values: list[Any]) -> list[Any]:
-            half = to_bf16(builder, load(builder, _at(builder, x, index), align=4))
+            half = to_bf16(builder, load(builder, element(builder, x, index), align=4))
             pairs = builder.bitcast(half, ir.VectorType(I32, _PAIRS))
             first = builder.add(out, builder.mul(builder.lshr(index, number(1)), stride))
             for pair in range(_PAIRS):
@@ -97,11 +94,11 @@ def _interleave(lower: bool, upper: bool) -> Any:
             sixteen = ir.Constant(INTS, [16] * LANES)
 
             def bits(base: Any, index: Any) -> Any:
-                value = load(builder, _at(builder, base, index), align=4)
+                value = load(builder, element(builder, base, index), align=4)
                 return builder.zext(to_bf16(builder, value), INTS)
 
             def body(index: Any, values: list[Any]) -> list[Any]:
-                target = _at(builder, out, index)
+                target = element(builder, out, index)
                 if lower:
                     pairs = bits(first, index)
                 else:
