@@ -12,14 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.ops.linear.packing import pack_linear
 from tests.kernels.determinism import Circumstances, Load, Logits, Served, load, serve
+from tests.kernels.needs import needs_compiled_path
 from tests.kernels.tiny import make_model, save
-
-needs_compiled_path = pytest.mark.skipif(
-    not cpu_kernels_supported(quantized=True), reason="this processor has no AVX-512 with int8 dot products"
-)
 
 WIDE_WINDOW = "mistral_wide_window"
 """Several of the kernel's segments of keys fit in."""

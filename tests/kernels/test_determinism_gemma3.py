@@ -1,13 +1,9 @@
 """Level 2 of ops/decisions/0009-determinism.md with Gemma 3 270M: windows by layer, rows longer than they are."""
 
-import os
-
 import pytest
 
-from kernels.errors import ModelNotFoundError
-from kernels.ops.cpu.features import cpu_kernels_supported
-from kernels.registry import resolve_model
 from tests.kernels.determinism import Circumstances, Load, load, serve
+from tests.kernels.needs import needs_compiled_path, real_model
 
 MODEL = "gemma3-270m"
 LOAD = Load(
@@ -19,20 +15,12 @@ LOAD = Load(
 )
 """The last one reaches over the window of 512, and over the 512 keys of a span, of which layers share out their own."""
 
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.skipif(not cpu_kernels_supported(), reason="this processor runs the portable path"),
-]
+pytestmark = [pytest.mark.model, needs_compiled_path]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _needs_the_model() -> None:
-    try:
-        resolve_model(MODEL)
-    except ModelNotFoundError as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(str(error))
+    real_model(MODEL)
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])

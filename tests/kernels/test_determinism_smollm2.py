@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels.errors import ModelNotFoundError
-from kernels.ops.cpu.features import cpu_kernels_supported
-from kernels.registry import resolve_model
 from tests.kernels.determinism import Circumstances, Load, Served, load, serve
+from tests.kernels.needs import needs_compiled_path, real_model
 
 MODEL = "smollm2-135m-instruct"
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,18 +28,12 @@ LOAD = Load(
 LOOKED_AT = (0, 7, 15, 30)
 """Requests that are also run alone; one of them crosses a segment of 128 keys."""
 
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.skipif(not cpu_kernels_supported(), reason="this processor runs the portable path"),
-]
+pytestmark = [pytest.mark.model, needs_compiled_path]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _needs_the_model() -> None:
-    try:
-        resolve_model(MODEL)
-    except ModelNotFoundError as error:
-        pytest.skip(str(error))
+    real_model(MODEL)
 
 
 def digest(served: Served, numbers: tuple[int, ...] = LOOKED_AT) -> str:

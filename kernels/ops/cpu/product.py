@@ -26,7 +26,7 @@ _chosen: Product | None = None
 
 
 def choose_product(product: Product) -> None:
-    """Take this one rather than the quicker, for instance to compute the same bits on processors that differ.
+    """Take this one rather than the quicker, for instance to multiply alike on processors that differ.
 
     Raises ValueError where the processor lacks it or the process computes with the other one already.
     """

@@ -1,7 +1,6 @@
 """Gemma 3: the format's own conventions, its refusals, and the real 270M model against transformers."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
-from kernels.errors import ModelFileError, ModelNotFoundError
-from kernels.ops.cpu.features import cpu_kernels_supported
+from kernels.errors import ModelFileError
 from kernels.registry import ModelSource, resolve_model
 from kernels.runner import Runner, RunnerOptions, load_runner
 from kernels.weights import open_checkpoint
 from tests.kernels.driving import generate, tokens_of
 from tests.kernels.gguf_writing import write_gguf
+from tests.kernels.needs import needs_compiled_path, real_model
 from tests.kernels.tiny import make_model, reference_tokens, save
 
 MODEL = "gemma3-270m"
 LENGTHS = (1, 2, 15, 16, 17, 33, 70)
-needs_compiled_path = pytest.mark.skipif(
-    not cpu_kernels_supported(), reason="this processor has no AVX-512 bfloat16 and int8 dot products"
-)
 
 
 def load(model: str, dtype: str = "float32", kv_cache_bytes: int = 1 << 21, **options: Any) -> Runner:
@@ -161,12 +157,7 @@ def test_text_part_of_a_model_that_reads_pictures(prefix: str, tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def source() -> ModelSource:
-    try:
-        return resolve_model(MODEL)
-    except ModelNotFoundError as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(str(error))
+    return real_model(MODEL)
 
 
 @pytest.fixture(scope="module")

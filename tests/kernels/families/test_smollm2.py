@@ -9,10 +9,10 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kernels.errors import ModelNotFoundError
-from kernels.registry import ModelSource, resolve_model
+from kernels.registry import ModelSource
 from kernels.runner import Runner, RunnerOptions, load_runner
 from tests.kernels.driving import generate, tokens_of
+from tests.kernels.needs import real_model
 from tests.kernels.tiny import reference_tokens
 
 pytestmark = pytest.mark.model
@@ -57,10 +57,7 @@ TEXTS = (
 
 @pytest.fixture(scope="module")
 def source() -> ModelSource:
-    try:
-        return resolve_model(MODEL)
-    except ModelNotFoundError as error:
-        pytest.skip(str(error))
+    return real_model(MODEL)
 
 
 @pytest.fixture(scope="module")

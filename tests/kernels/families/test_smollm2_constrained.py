@@ -7,8 +7,7 @@ import jsonschema
 import orjson
 import pytest
 
-from kernels.errors import ModelNotFoundError
-from kernels.registry import ModelSource, resolve_model
+from kernels.registry import ModelSource
 from kernels.runner import Runner, RunnerOptions, load_runner
 from scheduler.config import SchedulerConfig
 from scheduler.plan import SamplingParams
@@ -19,6 +18,7 @@ from service.grammar.formats import grammar_of
 from service.text.load import load_tokenizer
 from service.text.tokenizer import Tokenizer
 from service.wire import parse_job
+from tests.kernels.needs import real_model
 
 pytestmark = pytest.mark.model
 
@@ -51,10 +51,7 @@ MAX_TOKENS = 96
 
 @pytest.fixture(scope="module")
 def source() -> ModelSource:
-    try:
-        return resolve_model(MODEL)
-    except ModelNotFoundError as error:
-        pytest.skip(str(error))
+    return real_model(MODEL)
 
 
 @pytest.fixture(scope="module")

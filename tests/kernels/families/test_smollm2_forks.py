@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from kernels.errors import ModelNotFoundError
 from kernels.kv_pool import KVPool
 from kernels.model_runner import ModelRunner
 from kernels.models.decoder import DecoderModel
@@ -16,6 +15,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.plan import RowResult, SamplingParams, StepPlan, StepResult, TokenLogprobs
 from scheduler.scheduler import Scheduler
 from scheduler.spec import FinishReason, RequestSpec
+from tests.kernels.needs import real_model
 
 pytestmark = pytest.mark.model
 
@@ -50,7 +50,7 @@ CASES = [
 )
 def case(request: pytest.FixtureRequest) -> Case:
     case: Case = request.param
-    if case.is_compiled and not cpu_kernels_supported():
+    if case.is_compiled and not cpu_kernels_supported(quantized=case.quantization == "int8"):
         pytest.skip("this processor runs the portable path")
     return case
 
@@ -71,10 +71,8 @@ def runner(case: Case) -> ModelRunner:
         max_num_seqs=8,
         num_threads=1,
     )
-    try:
-        loaded = load_runner(options)
-    except ModelNotFoundError as error:
-        pytest.skip(str(error))
+    real_model(options.model)
+    loaded = load_runner(options)
     assert isinstance(loaded, ModelRunner)
     return loaded
 

@@ -1,7 +1,6 @@
 """Gemma's vocabulary: pieces with scores and byte fallback from GGUF, small ones and the real one."""
 
 import itertools
-import os
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,9 @@ from gguf import GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.errors import ModelNotFoundError
-from kernels.registry import resolve_model
 from service.errors import JobError
 from service.text import ModelTokenizer, load_tokenizer
+from tests.kernels.needs import real_model
 
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6
 TEMPLATE = (
@@ -117,12 +115,7 @@ def test_chat_has_its_turns_and_ends_where_one_ends(tokenizer: ModelTokenizer) -
 
 @pytest.fixture(scope="module")
 def gemma() -> ModelTokenizer:
-    try:
-        loaded = load_tokenizer(resolve_model("gemma3-270m").path)
-    except ModelNotFoundError as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(str(error))
+    loaded = load_tokenizer(real_model("gemma3-270m").path)
     assert isinstance(loaded, ModelTokenizer)
     return loaded
 
