@@ -111,14 +111,5 @@ class Request:
         return hashes[:num_blocks]
 
     def finish_reason(self) -> FinishReason | None:
-        """What the known output tokens mean for the request; None: it goes on.
-
-        A grammar's text can be complete before `min_tokens`. The sampler bans stop ids until then except where
-        nothing else may follow, so with a grammar one that was sampled ends the request whenever it comes.
-        """
-        spec = self.spec
-        num_generated = len(self.generated)
-        num_least = 0 if spec.sampling.grammar is not None else spec.sampling.min_tokens
-        if num_generated > num_least and self.generated[-1] in spec.stop_token_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if num_generated >= spec.max_tokens else None
+        """What the known output tokens mean for the request; None: it goes on."""
+        return self.spec.finish_reason(self.generated)

@@ -1,5 +1,6 @@
-"""What the service asks of the scheduler and what it is told: values without behaviour."""
+"""What the service asks of the scheduler and what it is told."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -42,6 +43,17 @@ class RequestSpec:
     tenant: str = ""
     fork_group: str | None = None
     """Requests that name the same group have the same prompt, tenant and class; it is computed once for all."""
+
+    def finish_reason(self, generated: Sequence[int]) -> FinishReason | None:
+        """What these output tokens mean for the request; None: it goes on.
+
+        A grammar's text can be complete before `min_tokens`. The sampler bans stop ids until then except where
+        nothing else may follow, so with a grammar one that was sampled ends the request whenever it comes.
+        """
+        num_least = 0 if self.sampling.grammar is not None else self.sampling.min_tokens
+        if len(generated) > num_least and generated[-1] in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(generated) >= self.max_tokens else None
 
 
 @dataclass(frozen=True, slots=True)

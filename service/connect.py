@@ -56,7 +56,10 @@ def _ssl_context(settings: Settings) -> ssl.SSLContext | None:
 
 def stream_config(settings: Settings) -> StreamConfig:
     return StreamConfig(
-        url=settings.redis_url, ttl_s=settings.stream_ttl_s, max_log_entries=settings.stream_max_events
+        url=settings.redis_url,
+        namespace=settings.namespace,
+        ttl_s=settings.stream_ttl_s,
+        max_log_entries=settings.stream_max_events,
     )
 
 

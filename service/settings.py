@@ -63,6 +63,11 @@ class Settings(BaseSettings):
     max_job_bytes: int = Field(1 << 20, ge=1 << 10, le=16 << 20, description="larger jobs are refused")
 
     # Redis
+    namespace: str = Field(
+        "tailrace",
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="what keys and channels in Redis begin with; one deployment owns it",
+    )
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey")
     stream_ttl_s: int = Field(3_600, ge=1, le=2_592_000, description="how long a token stream can be read")
     stream_max_events: int = Field(16_384, ge=64, le=1 << 20, description="events kept of one stream")

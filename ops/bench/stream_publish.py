@@ -22,11 +22,10 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
 from service.stream.config import StreamConfig
-from service.stream.keys import JobKeys
-from service.stream.link import Link
+from service.stream.connection import Connection, pack_command
+from service.stream.keys import APPEND, JobKeys
 from service.stream.publisher import StreamPublisher
-from service.stream.resp import pack_command
-from service.stream.scripts import APPEND
+from service.stream.writer import AttemptWriter
 from service.wire.event import Delta, encode_delta
 
 DIGEST = "0" * 64
@@ -96,14 +95,17 @@ async def own(url: str, num_jobs: int, num_steps: int) -> dict[str, float]:
     publisher = StreamPublisher(StreamConfig(url=url))
     running = asyncio.create_task(publisher.run())
     ids = [f"own-{i:04d}" for i in range(num_jobs)]
+    streams: list[AttemptWriter] = []
     for job_id in ids:
-        await publisher.open(job_id, origin="jobs/0/1", digest=DIGEST, num_choices=1, stream=True)
-        publisher.start(job_id, 1)
+        opened = await publisher.open(job_id, origin="jobs/0/1", digest=DIGEST, num_choices=1, stream=True)
+        assert opened.stream is not None, opened
+        opened.stream.start()
+        streams.append(opened.stream)
 
     async def step(seq: int) -> None:
-        for job_id in ids:
-            publisher.delta(job_id, 1, 0, " token", (seq,))
-        await publisher.flushed(ids[-1], 1)
+        for stream in streams:
+            stream.delta(0, " token", (seq,))
+        await streams[-1].flushed()
 
     figures = await measure(step, num_steps)
     publisher.stop()
@@ -120,8 +122,8 @@ async def redis_py_pipeline(url: str, num_jobs: int, num_steps: int) -> dict[str
             async with redis.pipeline(transaction=False) as pipe:
                 for i, key in enumerate(keys):
                     event = encode_delta(Delta(f"pipe-{i:04d}", 1, seq, 0, " token", (seq,)))
-                    head = (key.meta, key.log, 1, "w", 3_600_000, 16384, key.live, "jobs/0/1", DIGEST)
-                    pipe.evalsha(APPEND.sha.decode(), 2, *head, "", seq, event)
+                    head = (key.meta, key.log, 1, "w", 3_600_000, 16384, key.live, "jobs/0/1", DIGEST, "", 1)
+                    pipe.evalsha(APPEND.sha.decode(), 2, *head, "", "", 0, seq, event)
                 await pipe.execute()
 
         return await measure(step, num_steps)
@@ -130,19 +132,19 @@ async def redis_py_pipeline(url: str, num_jobs: int, num_steps: int) -> dict[str
 async def one_call(url: str, num_jobs: int, num_steps: int) -> dict[str, float]:
     ids = [f"one-{i:04d}" for i in range(num_jobs)]
     keys = [JobKeys.of(job_id) for job_id in ids]
-    link = Link(StreamConfig(url=url), "bench")
-    await link.connect()
-    (sha,) = await link.round_trip([pack_command("SCRIPT", "LOAD", ALL_JOBS)])
+    connection = Connection(StreamConfig(url=url), "bench")
+    await connection.connect()
+    (sha,) = await connection.round_trip([pack_command("SCRIPT", "LOAD", ALL_JOBS)])
     names = [name for key in keys for name in (key.meta, key.log)]
 
     async def step(seq: int) -> None:
         arguments: list[bytes | str | int] = [16384, 3_600_000, 0]
         for job_id, key in zip(ids, keys, strict=True):
             arguments += [key.live, seq, encode_delta(Delta(job_id, 1, seq, 0, " token", (seq,)))]
-        await link.round_trip([pack_command("EVALSHA", sha, len(names), *names, *arguments)])
+        await connection.round_trip([pack_command("EVALSHA", sha, len(names), *names, *arguments)])
 
     figures = await measure(step, num_steps)
-    await link.close()
+    await connection.close()
     return figures
 
 

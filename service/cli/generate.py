@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -42,7 +43,7 @@ def make_job(
     options = (("seed", seed), ("model", model), ("stop", stop or None))
     job |= {name: value for name, value in options if value is not None}
     try:
-        parse_job(orjson.dumps(job), key=None, timestamp_ms=0)
+        parse_job(orjson.dumps(job), key=None, timestamp_ms=int(time.time() * 1000))
     except JobError as error:
         raise SettingsError(error.message) from error
     except orjson.JSONEncodeError as error:
@@ -69,7 +70,7 @@ def generate(job: dict[str, Any], *, as_json: bool) -> None:
 async def _generate(job: dict[str, Any], *, as_json: bool) -> bool:
     job_id, value = job["id"], orjson.dumps(job)
     async with Client(client_settings()) as client:
-        seen = await seen_before(client.redis, job_id, value)
+        seen = await seen_before(client.redis, client.settings.namespace, job_id, value)
         if seen is Seen.OTHER_JOB:
             raise other_job(job_id)
         try:

@@ -141,7 +141,9 @@ class Client:
 
     async def _has_ended(self, job_id: str) -> bool:
         try:
-            return await self.redis.hget(JobKeys.of(job_id).meta, "ended") is not None
+            return (
+                await self.redis.hget(JobKeys.of(job_id, self.settings.namespace).meta, "ended") is not None
+            )
         except RedisError:
             return False  # away for the moment: the results topic will tell
 
@@ -172,7 +174,7 @@ class Client:
 
     async def cancel(self, job_id: str) -> None:
         try:
-            await request_cancel(self.redis, job_id)
+            await request_cancel(self.redis, job_id, namespace=self.settings.namespace)
         except (RedisError, OSError) as error:
             raise DependencyError(f"job {job_id} could not be cancelled: {_reason(error)}") from error
 

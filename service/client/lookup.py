@@ -23,10 +23,11 @@ class Seen(Enum):
     """The id belongs to a job with another content."""
 
 
-async def seen_before(redis: Redis, job_id: str, value: bytes) -> Seen:
-    """What Redis remembers of `job_id`; it forgets after the streams' time to live."""
-    digest, ended = await redis.hmget(JobKeys.of(job_id).meta, ["digest", "ended"])
-    if digest is None:
+async def seen_before(redis: Redis, namespace: str, job_id: str, value: bytes) -> Seen:
+    """What Redis remembers of `job_id`; it forgets after the streams' time to live. A refused job holds no id."""
+    fields = ["digest", "ended", "refused"]
+    digest, ended, refused = await redis.hmget(JobKeys.of(job_id, namespace).meta, fields)
+    if digest is None or refused is not None:
         return Seen.NEVER
     ours = digest_of(Delivery("", 0, 0, 0, None, value, (), 0))
     if digest != ours.encode():

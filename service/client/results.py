@@ -1,15 +1,16 @@
 """Follows the results topic and hands each awaited terminal record to who waits for it."""
 
 import asyncio
+import contextlib
 from collections.abc import Iterable
 
 import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.errors import KafkaError
+from aiokafka.errors import ConsumerStoppedError, KafkaError
 
 from service.errors import InternalError
 from service.ingest.config import KafkaConfig
-from service.ingest.patience import hold_empty_fetches
+from service.ingest.fetch_throttle import FetchThrottle
 from service.wire import Result, parse_result
 
 _log = structlog.get_logger(__name__)
@@ -18,6 +19,14 @@ POLL_MS = 500
 MAX_RECORDS = 500
 REBUILD_AFTER_S = 30.0
 """Records are known to be there and none arrives for this long: the consumer is replaced."""
+RECONNECT_S = 1.0
+STOP_TIMEOUT_S = 5.0
+MAX_FAILURES = 3
+"""Unexpected errors in a row, before those who wait are told."""
+
+
+class _StuckError(Exception):
+    pass
 
 
 class ResultFollower:
@@ -44,29 +53,31 @@ class ResultFollower:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        if self._consumer is not None:
-            await self._consumer.stop()
+        await self._disconnect()
         for future in self._expected.values():
             future.cancel()
         self._expected.clear()
 
     def expect(self, job_id: str) -> "asyncio.Future[Result]":
-        """Call before the job is published. The future of a cancelled waiter is forgotten."""
+        """Call before the job is published. The future of a cancelled waiter is forgotten.
+
+        It ends in InternalError when the topic cannot be followed any more, for another reason than a broker that is
+        away.
+        """
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._expected[job_id] = future
         future.add_done_callback(lambda _: self._expected.pop(job_id, None))
         return future
 
     async def _connect(self) -> None:
-        consumer = hold_empty_fetches(
-            AIOKafkaConsumer(
-                self._config.results_topic,
-                group_id=None,
-                auto_offset_reset="latest",
-                enable_auto_commit=False,
-                **self._config.client_options(),
-            )
+        consumer = AIOKafkaConsumer(
+            self._config.results_topic,
+            group_id=None,
+            auto_offset_reset="latest",
+            enable_auto_commit=False,
+            **self._config.client_options(),
         )
+        FetchThrottle.install(consumer)
         try:
             await consumer.start()
             for partition in consumer.assignment():
@@ -78,17 +89,43 @@ class ResultFollower:
             raise
         self._consumer = consumer
 
+    async def _disconnect(self) -> None:
+        """Never raises: the consumer may be in any state."""
+        consumer, self._consumer = self._consumer, None
+        if consumer is not None:
+            with contextlib.suppress(KafkaError, OSError, TimeoutError):
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await consumer.stop()
+
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._last_record_s = loop.time()
+        """Follows the topic until it is cancelled, with a new consumer whenever one fails.
+
+        What no reconnect can mend is told to all who wait, instead of leaving them to wait for ever.
+        """
+        num_failures = 0
         while True:
             try:
-                await self._poll()
-                if self._expected and loop.time() - self._last_record_s > REBUILD_AFTER_S:
-                    await self._rebuild_if_stuck()
-            except (KafkaError, OSError) as error:
-                _log.warning("results_unreadable", error=repr(error))
-                await asyncio.sleep(1.0)
+                if self._consumer is None:
+                    await self._connect()
+                self._last_record_s = asyncio.get_running_loop().time()
+                while True:
+                    await self._poll()
+                    num_failures = 0
+                    await self._check_progress()
+            except (KafkaError, OSError, TimeoutError, ConsumerStoppedError, _StuckError) as error:
+                _log.warning("results_unreadable", error=repr(error), action="connecting anew")
+            except Exception as error:
+                num_failures += 1
+                _log.exception("results_follower_failed", failures=num_failures)
+                if num_failures >= MAX_FAILURES:
+                    self._fail_waiters(error)
+            await self._disconnect()
+            await asyncio.sleep(RECONNECT_S)
+
+    def _fail_waiters(self, error: Exception) -> None:
+        for future in list(self._expected.values()):
+            if not future.done():
+                future.set_exception(InternalError(f"the results topic cannot be followed: {error!r}"))
 
     async def _poll(self) -> None:
         assert self._consumer is not None
@@ -108,14 +145,16 @@ class ResultFollower:
         except InternalError as error:
             future.set_exception(error)
 
-    async def _rebuild_if_stuck(self) -> None:
+    async def _check_progress(self) -> None:
+        """Raises _StuckError when records are there and none arrives, as aiokafka's fetcher can leave it (#703)."""
         assert self._consumer is not None
-        self._last_record_s = asyncio.get_running_loop().time()
+        now_s = asyncio.get_running_loop().time()
+        if not self._expected or now_s - self._last_record_s <= REBUILD_AFTER_S:
+            return
+        self._last_record_s = now_s
         ends = await self._consumer.end_offsets(list(self._positions))
         if any(end > self._positions[partition] for partition, end in ends.items()):
-            _log.warning("results_consumer_rebuilt")
-            await self._consumer.stop()
-            await self._connect()
+            raise _StuckError("records are there and none arrives")
 
 
 async def read_results(config: KafkaConfig, job_ids: Iterable[str]) -> dict[str, Result]:

@@ -2,7 +2,7 @@
 insides."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ from aiokafka.errors import KafkaError
 
 from service.ingest.config import KafkaConfig
 from service.ingest.delivery import TopicPartition
+from service.ingest.fetch_throttle import FetchThrottle
 from service.ingest.metadata import Ranges, decode_completed
-from service.ingest.patience import hold_empty_fetches
 
 log = structlog.get_logger()
 
@@ -41,6 +41,7 @@ def make_consumer(
         group_id=config.group_id,
         enable_auto_commit=False,
         auto_offset_reset="earliest",
+        isolation_level="read_committed",
         session_timeout_ms=round(config.session_timeout_s * 1000),
         heartbeat_interval_ms=round(config.heartbeat_interval_s * 1000),
         rebalance_timeout_ms=round(config.rebalance_timeout_s * 1000),
@@ -51,7 +52,15 @@ def make_consumer(
         **config.client_options(),
     )
     consumer.subscribe([config.jobs_topic], listener=listener)
-    return hold_empty_fetches(consumer)
+    FetchThrottle.install(consumer)
+    return consumer
+
+
+def repair_header_names(consumer: AIOKafkaConsumer, partitions: Iterable[TopicPartition]) -> None:
+    """From the next fetch on, make records of these partitions readable (see `FetchThrottle.unreadable`)."""
+    throttle = consumer._client.send
+    assert isinstance(throttle, FetchThrottle)
+    throttle.unreadable.update(partitions)
 
 
 def generation_of(consumer: AIOKafkaConsumer) -> int:

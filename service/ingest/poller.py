@@ -15,7 +15,7 @@ from service.ingest.assignments import Assignments, starting_point
 from service.ingest.callbacks import Callbacks
 from service.ingest.committer import Committer
 from service.ingest.config import KafkaConfig
-from service.ingest.connection import NOTHING, fetch_committed
+from service.ingest.connection import NOTHING, fetch_committed, repair_header_names
 from service.ingest.delivery import Delivery, TopicPartition
 from service.ingest.flow import CreditGate, ProgressWatchdog
 from service.ingest.offsets import PartitionOffsets
@@ -113,21 +113,37 @@ class Poller:
         for partition in fetchable:
             if taken < left:
                 count = min(share, left - taken)
-                taken += self._accept(
-                    consumer,
-                    await consumer.getmany(KafkaPartition(*partition), timeout_ms=0, max_records=count),
-                )
+                taken += self._accept(consumer, await self._poll(consumer, [partition], 0, count))
         if taken == 0:
             await self._take_any(consumer, fetchable, left)
 
     async def _take_any(
         self, consumer: AIOKafkaConsumer, fetchable: list[TopicPartition], limit: int
     ) -> None:
-        partitions = [KafkaPartition(*partition) for partition in fetchable]
         timeout_ms = round(self._config.poll_timeout_s * 1000)
-        records = await consumer.getmany(*partitions, timeout_ms=timeout_ms, max_records=limit)
+        records = await self._poll(consumer, fetchable, timeout_ms, limit)
         if self._accept(consumer, records) == 0:
             self._watchdog.empty_poll(fetchable)
+
+    async def _poll(
+        self, consumer: AIOKafkaConsumer, partitions: Sequence[TopicPartition], timeout_ms: int, limit: int
+    ) -> dict[KafkaPartition, list[Any]]:
+        """One getmany(). A record whose header names are not UTF-8 is fetched again, repaired."""
+        keys = [KafkaPartition(*partition) for partition in partitions]
+        try:
+            fetched: dict[KafkaPartition, list[Any]] = await consumer.getmany(
+                *keys, timeout_ms=timeout_ms, max_records=limit
+            )
+        except UnicodeDecodeError as error:
+            log.warning("kafka_header_name_unreadable", partitions=partitions, error=str(error))
+            repair_header_names(consumer, partitions)
+            # What aiokafka had read before it raised is lost to it.
+            for partition, key in zip(partitions, keys, strict=True):
+                offsets = self._assignments.offsets(partition)
+                if offsets is not None and not self._assignments.suspended:
+                    consumer.seek(key, offsets.position)
+            return {}
+        return fetched
 
     def _accept(self, consumer: AIOKafkaConsumer, fetched: dict[KafkaPartition, list[Any]]) -> int:
         """Registers and hands over; no await between the poll and here, so the assignment is the poll's."""

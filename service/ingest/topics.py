@@ -53,13 +53,24 @@ async def ensure_topics(config: KafkaConfig) -> tuple[str, ...]:
 
 
 def _topics(config: KafkaConfig) -> list[NewTopic]:
-    sizes = {"max.message.bytes": str(config.max_message_bytes)}
+    # The broker's own time: a client's clock that is wrong then neither expires a job nor has its result refused.
+    common = {"max.message.bytes": str(config.max_message_bytes), "message.timestamp.type": "LogAppendTime"}
     policies = {
         config.jobs_topic: {"cleanup.policy": "delete"},
         config.results_topic: {"cleanup.policy": "compact,delete"},
         config.dead_letter_topic: {"cleanup.policy": "delete"},
     }
     return [
-        NewTopic(name, config.num_partitions, config.replication_factor, topic_configs=policy | sizes)
+        NewTopic(name, config.num_partitions, config.replication_factor, topic_configs=policy | common)
         for name, policy in policies.items()
     ]
+
+
+async def cluster_id(config: KafkaConfig) -> str:
+    """What the Kafka cluster calls itself; empty where it has no name. Raises KafkaError or OSError."""
+    admin = AIOKafkaAdminClient(**config.client_options())
+    try:
+        await admin.start()
+        return (await admin.describe_cluster()).get("cluster_id") or ""
+    finally:
+        await admin.close()

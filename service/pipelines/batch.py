@@ -144,7 +144,7 @@ class BatchRun:
     async def _result_of(self, job_id: str, value: bytes) -> Result:
         awaited = self._client.results.expect(job_id)
         try:
-            seen = await seen_before(self._client.redis, job_id, value)
+            seen = await seen_before(self._client.redis, self._client.settings.namespace, job_id, value)
             if seen is Seen.NEVER:
                 await self._client.publish(job_id, value)
             elif seen is Seen.OTHER_JOB:

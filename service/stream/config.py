@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from service.stream.keys import DEFAULT_NAMESPACE
+
 MIN_TTL_S = 1
 MAX_TTL_S = 30 * 24 * 3600
 MIN_LOG_ENTRIES = 64
@@ -11,10 +13,12 @@ MAX_LOG_ENTRIES = 1 << 20
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
     url: str = "redis://127.0.0.1:6379/0"
+    namespace: str = DEFAULT_NAMESPACE
+    """What every key and channel begins with."""
     worker: str = ""
     """This process's name in start events."""
     ttl_s: int = 3600
-    """How long the keys of a job outlive the last write to it."""
+    """How long the keys of a job outlive the last write to it; while a worker has the job they do not expire."""
     max_log_entries: int = 16_384
     """Redis trims the oldest events of a log above this, in whole nodes (a hundred more may stay)."""
     command_timeout_s: float = 5.0
@@ -29,6 +33,8 @@ class StreamConfig:
     log_every_s: float = 5.0
     """At most one line in this time says that Redis is away."""
     close_timeout_s: float = 2.0
+    claim_ttl_s: float = 15.0
+    """How long a namespace stays claimed after the last worker of its deployment has stopped."""
 
     def __post_init__(self) -> None:
         if not MIN_TTL_S <= self.ttl_s <= MAX_TTL_S:

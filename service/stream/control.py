@@ -7,22 +7,24 @@ from contextlib import aclosing
 from redis.asyncio import Redis
 
 from service.stream.backoff import Backoff
-from service.stream.cancellation import cancellation_kept
 from service.stream.config import StreamConfig
-from service.stream.keys import CONTROL_CHANNEL, JobKeys
-from service.stream.link import UNAVAILABLE
-from service.stream.subscription import Sign, subscription
+from service.stream.connection import UNAVAILABLE
+from service.stream.keys import DEFAULT_NAMESPACE, JobKeys, control_channel
+from service.stream.subscription import Sign, cancellation_kept, subscription
 
 _BATCH = 512
 
 
-async def request_cancel(redis: Redis, job_id: str, *, ttl_s: int = 3600) -> None:
-    """Ask whoever has the job, now or later, to cancel it.
+async def request_cancel(
+    redis: Redis, job_id: str, *, namespace: str = DEFAULT_NAMESPACE, ttl_s: int = 3600
+) -> None:
+    """Ask the worker that has the job, now or later, to cancel it.
 
-    The key comes first: a worker that misses the message finds the key when it opens the job.
+    The key comes first: a worker that misses the message finds the key when it opens the job, and one that hears a
+    message without a key of its own database ignores it.
     """
-    await redis.set(JobKeys.of(job_id).cancel, "1", ex=ttl_s)
-    await redis.publish(CONTROL_CHANNEL, job_id)
+    await redis.set(JobKeys.of(job_id, namespace).cancel, "1", ex=ttl_s)
+    await redis.publish(control_channel(namespace), job_id)
 
 
 class CancelListener:
@@ -47,7 +49,9 @@ class CancelListener:
             client_name="tailrace-control",
         )
         self.listening = asyncio.Event()
-        """Set once the first subscription stands."""
+        """Set while the subscription stands."""
+        self.problem: str | None = None
+        """Why it does not stand; None: it does, or was not tried yet."""
 
     async def run(self) -> None:
         """For ever; cancel it to stop. A Redis that is away is waited for."""
@@ -57,20 +61,30 @@ class CancelListener:
                 try:
                     await self._listen(backoff)
                 except UNAVAILABLE as error:
+                    self.listening.clear()
+                    self.problem = str(error) or type(error).__name__
                     await asyncio.sleep(backoff.failed(error))
         finally:
+            self.listening.clear()
             await self._redis.aclose()
 
     async def _listen(self, backoff: Backoff) -> None:
-        async with aclosing(subscription(self._redis, CONTROL_CHANNEL, self._config)) as items:
+        async with aclosing(
+            subscription(self._redis, control_channel(self._config.namespace), self._config)
+        ) as items:
             async for item in items:
                 if item is Sign.CONFIRMED:
-                    for job_id in await self.cancelled(list(self._active())):
-                        self._on_cancel(job_id)
+                    await self._tell(list(self._active()))
                     backoff.succeeded()
+                    self.problem = None
                     self.listening.set()
                 elif isinstance(item, bytes):
-                    self._on_cancel(item.decode(errors="replace"))
+                    # The channel is heard in all databases of the server; the key is in one.
+                    await self._tell([item.decode(errors="replace")])
+
+    async def _tell(self, job_ids: Sequence[str]) -> None:
+        for job_id in await self.cancelled(job_ids):
+            self._on_cancel(job_id)
 
     async def cancelled(self, job_ids: Sequence[str]) -> list[str]:
         """Those of `job_ids` whose cancellation was requested. Raises RedisError when Redis is away.
@@ -83,7 +97,7 @@ class CancelListener:
             with cancellation_kept():
                 async with self._redis.pipeline(transaction=False) as pipe:
                     for job_id in batch:
-                        pipe.exists(JobKeys.of(job_id).cancel)
+                        pipe.exists(JobKeys.of(job_id, self._config.namespace).cancel)
                     replies = await pipe.execute()
             found += [job_id for job_id, there in zip(batch, replies, strict=True) if there]
         return found

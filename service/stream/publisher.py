@@ -1,24 +1,25 @@
 """Writes the streams of all running jobs: what a step made goes out in one round trip."""
 
+import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from redis.exceptions import ResponseError
 
 from service.errors import InternalError, JobError
+from service.stream.assemble import ResumedChoice, standing
 from service.stream.config import StreamConfig
-from service.stream.keys import JobKeys
-from service.stream.outbox import Attempt, Ending, Outbox
-from service.stream.pump import Pump
-from service.stream.resp import pack_command
-from service.stream.resume import ResumedChoice, standing
-from service.stream.scripts import APPEND, HAND_BACK, OPEN, Script
-from service.wire.common import TokenLogprob
+from service.stream.connection import pack_command
+from service.stream.keys import APPEND, CLAIM, HAND_BACK, OPEN, JobKeys, Script, deployment_key
+from service.stream.server_check import ServerCheck
+from service.stream.write_loop import WriteLoop
+from service.stream.writer import Attempt, AttemptWriter
 from service.wire.event import Event, parse_event
 
-OPEN_REPLY_LEN = 6
+KEEP_ALIVE_S = 20.0
+"""Longest time between two writes to the keys of an open job; a server that forgot them has them again after it."""
 _LOG_PAGE = 512
 """Events read at once when a job is resumed; a page shares its round trip with the other jobs' events."""
 
@@ -40,10 +41,18 @@ class Opened:
     """Somebody has asked for the job's cancellation."""
     resumed: tuple[ResumedChoice, ...] = ()
     """One per choice when OPENED: what of earlier attempts stands, to be continued."""
+    stream: AttemptWriter | None = None
+    """What this attempt writes with, when OPENED."""
     ended_status: str | None = None
     """How the holder ended; None while it has not."""
-    fruitless: int = 1
+    attempts: int = 1
+    """When OPENED: how often the record was begun, this time included."""
+    attempts_without_progress: int = 1
     """When OPENED: attempts in a row, this one included, that neither brought a delta nor were handed back."""
+    began_ms: int = 0
+    """When OPENED: server's clock at the first attempt, the same for all of them."""
+    decided: bytes | None = None
+    """When OPENED: the terminal record that an earlier attempt was about to send, or has sent. It is the job's."""
     same_digest: bool = True
     """The holder's record has the same bytes."""
 
@@ -53,7 +62,7 @@ def _ignore_fenced(job_id: str, epoch: int) -> None:
 
 
 class StreamPublisher:
-    """Lives on the event loop. `start`, `delta` and `end` enqueue; only `run` talks to Redis.
+    """Lives on the event loop. `open` returns the writer of an attempt; only `run` talks to Redis.
 
     While Redis is slow or away, the deltas of a job merge: memory is bounded by the open jobs' max_tokens.
     `healthy` then tells intake to take no more jobs. A reconnect loses nothing and writes nothing twice.
@@ -69,55 +78,74 @@ class StreamPublisher:
         self._config = config
         self._on_fenced = on_fenced
         self._append = append
-        self._pump = Pump(config, (OPEN, append, HAND_BACK), self._closed)
-        self._outboxes: dict[str, Outbox] = {}
+        self._loop = WriteLoop(config, ServerCheck(config, append), self._closed)
+        self._writers: dict[str, AttemptWriter] = {}
         self.num_fenced = 0
+        self.deployment = ""
+        """Fingerprint of the deployment whose jobs these are; set before the first `open`."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why Redis could not be used at the last attempt; None: it could."""
+        return self._loop.problem
 
     @property
     def healthy(self) -> bool:
         """The last round trip succeeded and none has been waiting for long."""
-        return self._pump.healthy
+        return self._loop.healthy
 
     @property
     def round_trip_s(self) -> float:
         """Total time of all round trips."""
-        return self._pump.round_trip_s
+        return self._loop.round_trip_s
 
     @property
     def num_round_trips(self) -> int:
-        return self._pump.num_round_trips
+        return self._loop.num_round_trips
 
     @property
     def num_failures(self) -> int:
         """Round trips and connections that failed."""
-        return self._pump.num_failures
+        return self._loop.num_failures
 
     @property
     def num_lost(self) -> int:
         """Writes that found a Redis which had forgotten acknowledged events."""
-        return self._pump.num_lost
+        return self._loop.num_lost
 
     @property
     def num_open_jobs(self) -> int:
-        return len(self._outboxes)
+        return len(self._writers)
 
     @property
     def backlog_jobs(self) -> int:
         """Jobs with something that Redis has not acknowledged."""
-        return sum(outbox.dirty for outbox in self._outboxes.values())
+        return sum(writer.dirty for writer in self._writers.values())
 
     @property
     def backlog_bytes(self) -> int:
         """About how much that is."""
-        return sum(outbox.backlog_bytes for outbox in self._outboxes.values())
+        return sum(writer.backlog_bytes for writer in self._writers.values())
 
     async def run(self) -> None:
-        """Until `stop()`. A Redis that is away is waited for; nothing is raised for it."""
-        await self._pump.run()
+        """Until `stop()`. A Redis that is away, or refuses, is waited for; raises SettingsError when it is too old."""
+        keeping = asyncio.create_task(self._keep_alive())
+        try:
+            await self._loop.run()
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+    async def _keep_alive(self) -> None:
+        """What belongs to an open job does not expire, however long the job waits."""
+        while True:
+            await asyncio.sleep(min(self._config.ttl_s / 3, KEEP_ALIVE_S))
+            for writer in self._writers.values():
+                writer.keep_alive()
 
     def stop(self) -> None:
         """Make `run` return once what is due is written, or at the first failure to."""
-        self._pump.stop()
+        self._loop.stop()
 
     async def open(self, job_id: str, *, origin: str, digest: str, num_choices: int, stream: bool) -> Opened:
         """Take over the job's stream, or learn why not; waits while Redis is away.
@@ -125,17 +153,21 @@ class StreamPublisher:
         After OPENED no older attempt can write to the log any more. May be cancelled at any time. Raises
         JobError when a key of the job holds something that is not ours.
         """
-        keys = JobKeys.of(job_id)
-        writer = secrets.token_hex(8)
-        ttl_ms = self._config.ttl_s * 1000
-        command = pack_command("EVALSHA", OPEN.sha, 2, keys.meta, keys.cancel, origin, digest, writer, ttl_ms)
+        keys = JobKeys.of(job_id, self._config.namespace)
+        nonce = secrets.token_hex(8)
+        command = pack_command(
+            "EVALSHA", OPEN.sha, 3, keys.meta, keys.cancel, keys.log,
+            origin, digest, nonce, self._config.ttl_s * 1000, self.deployment,
+        )  # fmt: skip
         try:
-            reply = await self._pump.request(command)
-            if len(reply) != OPEN_REPLY_LEN:  # Lua cuts a reply at the first value that is none.
-                raise ResponseError("the epoch is not a number")
-            outcome, epoch, same_digest, ended, cancelled, fruitless = reply
+            outcome, epoch, same_digest, ended, cancelled, *counts, decided = await self._loop.request(
+                command
+            )
             held = Outcome(outcome.decode())
-            events = await self._read_log(keys.log) if stream and held is Outcome.OPENED and epoch > 1 else []
+            num_idle, number, began_ms = counts
+            events = (
+                await self._read_log(keys.log) if stream and held is Outcome.OPENED and number > 1 else []
+            )
         except ResponseError as error:
             message = f"id {job_id!r}: its keys in Redis hold something else: {error}"
             raise JobError("stream_conflict", message, field="id", value=job_id, job_id=job_id) from error
@@ -148,103 +180,65 @@ class StreamPublisher:
                 same_digest=bool(same_digest),
             )
         resumed = standing(job_id, events, num_choices)
-        attempt = Attempt(job_id, epoch, writer, origin, digest, stream, self._config.worker)
-        self._register(Outbox(attempt, resumed, self._config, self._append))
-        return Opened(held, epoch, bool(cancelled), resumed, fruitless=fruitless)
+        attempt = Attempt(
+            job_id, epoch, nonce, origin, digest, stream, number, self.deployment, self._config.worker
+        )
+        return Opened(
+            held,
+            epoch,
+            bool(cancelled),
+            resumed,
+            stream=self._new_writer(attempt, resumed),
+            attempts=number,
+            attempts_without_progress=num_idle,
+            began_ms=began_ms,
+            decided=decided or None,
+        )
 
-    def restart(self, job_id: str, epoch: int) -> None:
-        """Drop what `open` said to stand; the stream begins anew. Before `start`."""
-        outbox = self._outbox(job_id, epoch)
-        if outbox is not None:
-            outbox.discard_resumed()
+    async def claim(self, identity: str) -> tuple[str | None, float]:
+        """Take or keep the namespace for the deployment `identity`; waits while Redis is away.
 
-    def start(self, job_id: str, epoch: int, *, attempt: int = 0) -> bool:
-        """Enqueue the start event, before the first delta. False: this attempt is fenced or given up."""
-        outbox = self._outbox(job_id, epoch)
-        if outbox is None:
-            return False
-        outbox.start(attempt)
-        self._pump.mark(outbox)
-        return True
-
-    def delta(
-        self,
-        job_id: str,
-        epoch: int,
-        index: int,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprob] | None = None,
-    ) -> bool:
-        """Enqueue tokens and the text they released. False: this attempt is fenced or given up."""
-        outbox = self._outbox(job_id, epoch)
-        if outbox is None:
-            return False
-        outbox.delta(index, text, token_ids, logprobs)
-        self._pump.mark(outbox)
-        return True
-
-    async def flushed(self, job_id: str, epoch: int) -> bool:
-        """Wait until all that was enqueued so far is in the log. False: fenced or given up, it never will be.
-
-        Raises DependencyError when `run` returns before that.
+        Returns the holder's identity when another deployment has it, and the server's clock in seconds.
         """
-        outbox = self._outbox(job_id, epoch)
-        return False if outbox is None else await outbox.when_acknowledged()
+        ttl_ms = round(self._config.claim_ttl_s * 1000)
+        key = deployment_key(self._config.namespace)
+        command = pack_command("EVALSHA", CLAIM.sha, 1, key, identity, ttl_ms)
+        holder, seconds, microseconds = await self._loop.request(command)
+        return holder.decode(errors="replace") or None, int(seconds) + int(microseconds) / 1e6
 
-    async def end(self, job_id: str, epoch: int, ending: Ending) -> bool:
-        """Write the end event and mark the job as ended, in one step. False: fenced, and nothing was written.
-
-        Only after the result is durable: from then on a redelivery of the record is suppressed. Raises
-        DependencyError when `run` returns before that.
-        """
-        outbox = self._outbox(job_id, epoch)
-        if outbox is None:
-            return False
-        outbox.end(ending)
-        self._pump.mark(outbox)
-        try:
-            return await outbox.when_acknowledged()
-        finally:
-            if outbox.closed:
-                self._closed(outbox)
-
-    def abandon(self, job_id: str, epoch: int) -> None:
-        """Write nothing more for this attempt; the next one continues from what is in the log."""
-        outbox = self._outbox(job_id, epoch)
-        if outbox is None:
-            return
-        outbox.close(False)
-        self._closed(outbox)
-        meta, attempt = JobKeys.of(job_id).meta, outbox.attempt
-        self._pump.post(pack_command("EVALSHA", HAND_BACK.sha, 1, meta, attempt.epoch, attempt.writer))
-
-    def _outbox(self, job_id: str, epoch: int) -> Outbox | None:
-        outbox = self._outboxes.get(job_id)
-        return outbox if outbox is not None and outbox.attempt.epoch == epoch else None
-
-    def _register(self, outbox: Outbox) -> None:
-        older = self._outboxes.get(outbox.attempt.job_id)
+    def _new_writer(self, attempt: Attempt, resumed: tuple[ResumedChoice, ...]) -> AttemptWriter:
+        older = self._writers.get(attempt.job_id)
         if older is not None:
             older.fence()
             self._closed(older)
-        self._outboxes[outbox.attempt.job_id] = outbox
+        writer = self._writers[attempt.job_id] = AttemptWriter(
+            attempt,
+            resumed,
+            self._config,
+            self._append,
+            mark=self._loop.mark,
+            on_closed=self._closed,
+        )
+        return writer
 
-    def _closed(self, outbox: Outbox) -> None:
-        attempt = outbox.attempt
-        if self._outboxes.get(attempt.job_id) is not outbox:
+    def _closed(self, writer: AttemptWriter) -> None:
+        attempt = writer.attempt
+        if self._writers.get(attempt.job_id) is not writer:
             return
-        del self._outboxes[attempt.job_id]
-        if outbox.fenced:
+        del self._writers[attempt.job_id]
+        if writer.fenced:
             self.num_fenced += 1
             self._on_fenced(attempt.job_id, attempt.epoch)
+        elif not writer.ended:
+            meta = JobKeys.of(attempt.job_id, self._config.namespace).meta
+            self._loop.post(pack_command("EVALSHA", HAND_BACK.sha, 1, meta, attempt.epoch, attempt.writer))
 
     async def _read_log(self, key: str) -> list[Event]:
         """Nothing can be added meanwhile: older attempts are fenced, the new one has not started."""
         events: list[Event] = []
         cursor = "-"
         while True:
-            page = await self._pump.request(pack_command("XRANGE", key, cursor, "+", "COUNT", _LOG_PAGE))
+            page = await self._loop.request(pack_command("XRANGE", key, cursor, "+", "COUNT", _LOG_PAGE))
             try:
                 events.extend(parse_event(fields[1]) for _, fields in page)
             except InternalError:

@@ -10,13 +10,14 @@ from redis.asyncio import Redis
 
 from service.stream.assemble import Fed, StreamAssembler
 from service.stream.backoff import Backoff
-from service.stream.cancellation import cancellation_kept
 from service.stream.config import StreamConfig
+from service.stream.connection import UNAVAILABLE
 from service.stream.keys import EVENT_FIELD, JobKeys
-from service.stream.link import UNAVAILABLE
-from service.stream.subscription import Sign, subscription
+from service.stream.subscription import Sign, cancellation_kept, subscription
 from service.wire.event import Event, parse_event
 
+FORGOTTEN_AFTER = 6
+"""Heartbeats; longer than a live worker needs to write again what Redis forgot (`publisher.KEEP_ALIVE_S`)."""
 _LOG_PAGE = 512
 
 
@@ -28,7 +29,7 @@ class Gap:
     """(epoch, seq) that should have come."""
     found: tuple[int, int]
     restarted: bool = False
-    """The log begins anew: what was received before is void."""
+    """The log begins anew, or is gone: what was received before is void."""
 
     def __str__(self) -> str:
         return f"events are missing: expected (epoch, seq) {self.expected}, found {self.found}"
@@ -39,7 +40,7 @@ class Verdict:
     """The last item of every stream."""
 
     status: str
-    """How the job ended."""
+    """How the job ended; `unknown` when Redis has forgotten the job."""
     problems: tuple[str, ...]
 
     @property
@@ -63,10 +64,13 @@ async def read_stream(
 
     `assembler` is kept up to date, for the texts. A job nobody knows (yet) is waited for. Raises TimeoutError
     after `idle_timeout_s` without an event. Leave early with `contextlib.aclosing`.
+
+    Events are taken from the log of the client's own database; the live channel, which all databases of a server
+    share, only says that there is something new, or carries the next event of an attempt that the log has shown.
     """
     config = config or StreamConfig()
     backoff = Backoff(config, "redis_stream_lost")
-    reader = _Reader(redis, assembler or StreamAssembler(job_id))
+    reader = _Reader(redis, assembler or StreamAssembler(job_id), config)
     idle = _IdleLimit(job_id, idle_timeout_s)
     while True:
         try:
@@ -90,27 +94,34 @@ async def _next_items(source: AsyncGenerator[bytes | Sign, None], reader: "_Read
 
 
 class _Reader:
-    def __init__(self, redis: Redis, assembler: StreamAssembler) -> None:
-        self.keys = JobKeys.of(assembler.job_id)
+    def __init__(self, redis: Redis, assembler: StreamAssembler, config: StreamConfig) -> None:
+        self.keys = JobKeys.of(assembler.job_id, config.namespace)
         self._redis = redis
         self._assembler = assembler
+        self._num_unknown = 0
+        """Heartbeats in a row at which Redis knew nothing of a job whose stream had begun."""
 
     async def take(self, received: bytes | Sign) -> list[Item]:
         if isinstance(received, bytes):
-            event = parse_event(received)
-            fed = self._assembler.feed(event)
-            if fed is Fed.APPLIED:
-                items: list[Item] = [event]
-            elif fed is Fed.GAP:
-                # The log was written first: what was missed on the channel stands there, with this event.
-                items = [*self._catch_up(await self._read_log()), *self._catch_up([event])]
-            else:
-                items = []
+            items = await self._take_live(parse_event(received))
         elif received is Sign.CONFIRMED:
             items = list(self._catch_up(await self._read_log()))
         else:
             items = []
+        if items:
+            self._num_unknown = 0
         return items + await self._verdict(asked=received is Sign.SILENCE or not self._assembler.epoch)
+
+    async def _take_live(self, event: Event) -> list[Item]:
+        assembler = self._assembler
+        fed = assembler.feed(event) if event.epoch <= assembler.epoch else Fed.GAP
+        if fed is not Fed.GAP:
+            return [event] if fed is Fed.APPLIED else []
+        # The log was written first: what was missed on the channel stands there, with this event.
+        items = list(self._catch_up(await self._read_log()))
+        if event.epoch == assembler.epoch and _position(event) >= assembler.position:
+            items += self._catch_up([event])
+        return items
 
     def _catch_up(self, events: list[Event]) -> Iterable[Item]:
         assembler = self._assembler
@@ -131,13 +142,26 @@ class _Reader:
         end = self._assembler.end
         if end is not None:
             return [Verdict(end.status, tuple(self._assembler.problems()))]
-        status = await self._redis.hget(self.keys.meta, "ended") if asked else None
+        if not asked:
+            return []
+        status, epoch = await self._redis.hmget(self.keys.meta, ["ended", "epoch"])
         if status is None:
+            if epoch is None:
+                return self._unknown()
+            self._num_unknown = 0
             return []
         items = list(self._catch_up(await self._read_log()))
         if self._assembler.end is not None:
             return [*items, *await self._verdict(asked=False)]
         return [*items, Verdict(_text(status), ("the job has ended and its log holds no end event",))]
+
+    def _unknown(self) -> list[Item]:
+        """A live worker writes a job that Redis forgot there again; after some heartbeats none has it."""
+        self._num_unknown += self._assembler.epoch > 0
+        if self._num_unknown < FORGOTTEN_AFTER:
+            return []
+        reason = "Redis has forgotten the job; if it has ended, its result is on the results topic"
+        return [Gap(self._assembler.position, (0, 0), restarted=True), Verdict("unknown", (reason,))]
 
     async def _read_log(self) -> list[Event]:
         """At most the log's bounded length."""

@@ -11,7 +11,7 @@ from service.wire.common import (
     text_sha256,
 )
 from service.wire.dead_letter import DeadLetter, Origin, parse_dead_letter
-from service.wire.decode import parse_job, readable_id
+from service.wire.decode import parse_job, readable_id, record_time_ms
 from service.wire.event import (
     Delta,
     End,
@@ -58,5 +58,6 @@ __all__ = [
     "parse_job",
     "parse_result",
     "readable_id",
+    "record_time_ms",
     "text_sha256",
 ]

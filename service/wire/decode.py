@@ -32,7 +32,7 @@ def parse_job(
 ) -> Job:
     """Decode and check one record; JobError is the only exception.
 
-    `timestamp_ms` is the record's; Kafka's -1 means that it has none. A JobError carries the job's id when the
+    `timestamp_ms` is the record's, see `record_time_ms`. A JobError carries the job's id when the
     value shows one, else the key where that could be an id: a result has to be filed under something.
     """
     fallback_id = readable_id(key)
@@ -52,12 +52,19 @@ def parse_job(
     except orjson.JSONDecodeError as error:
         _refuse_unreadable(value, error, fallback_id)
     job = _job_of(document, value, fallback_id)
-    if timestamp_ms < 0 and isinstance(job.deadline, float):
+    if record_time_ms(timestamp_ms) is None and isinstance(job.deadline, float):
         raise JobError(
-            "invalid_value", "deadline: seconds count from the record's timestamp, and it has none; give a time",
+            "invalid_value",
+            f"deadline: seconds count from the record's timestamp, and {timestamp_ms} ms is none; give a time",
             field="deadline", value=job.deadline, limit="RFC 3339", job_id=job.id,
         )  # fmt: skip
     return job
+
+
+def record_time_ms(timestamp_ms: int) -> int | None:
+    """When a record was stamped, in milliseconds since 1970; None for what cannot be a time: Kafka's -1, 0, and
+    seconds, microseconds or nanoseconds where milliseconds belong."""
+    return timestamp_ms if limits.MIN_TIMESTAMP_MS <= timestamp_ms < limits.MAX_TIMESTAMP_MS else None
 
 
 def readable_id(key: bytes | None) -> str | None:

@@ -57,6 +57,10 @@ MAX_CHOICE_CHARS: Final = 256
 MAX_DEADLINE_S: Final = 30 * 24 * 3600.0
 MAX_TARGET_MS: Final = 24 * 3600 * 1000.0
 
+# Milliseconds since 1970. Outside of 2001–2099 a stamp counts in another unit or was never set (0, -1).
+MIN_TIMESTAMP_MS: Final = 1_000_000_000_000
+MAX_TIMESTAMP_MS: Final = 4_102_444_800_000
+
 MAX_METADATA_BYTES: Final = 4096
 # orjson writes at most 254 levels and reads 1,024: what is echoed has to stay well under the first.
 MAX_DEPTH: Final = 32

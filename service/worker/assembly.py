@@ -23,6 +23,7 @@ from service.worker.credit import CreditRule
 from service.worker.job_flow import JobFlow
 from service.worker.job_table import JobTable
 from service.worker.line import Line
+from service.worker.namespace import NamespaceClaim, SharedClock
 from service.worker.observer import Observer
 from service.worker.specs import ModelLimits
 
@@ -46,6 +47,8 @@ class Parts:
     producer: ResultProducer
     consumer: JobConsumer
     listener: CancelListener
+    claim: NamespaceClaim
+    wall_clock: SharedClock
     flow: JobFlow
     table: JobTable
     observer: Observer
@@ -96,15 +99,24 @@ def assemble(
     )
     line = Line(lambda: settings.max_waiting - engine.scheduler.stats().num_waiting)
     publisher = StreamPublisher(stream, on_fenced=lambda job_id, epoch: parts.flow.on_fenced(job_id, epoch))
-    producer = ResultProducer(kafka)
-    credit = CreditRule(settings, engine.scheduler, publisher, producer, table)
+    wall_clock = SharedClock()
+    claim = NamespaceClaim(kafka, stream, publisher, wall_clock)
+    producer = ResultProducer(kafka, wall_clock)
+    listener = CancelListener(stream, lambda job_id: parts.flow.on_cancel(job_id), table.open_job_ids)
+    credit = CreditRule(
+        settings,
+        engine.scheduler,
+        publisher,
+        producer,
+        table,
+        may_open=lambda: claim.held and listener.listening.is_set(),
+    )
     consumer = JobConsumer(
         kafka,
         on_deliveries=lambda deliveries: parts.flow.on_deliveries(deliveries),
         on_lost=lambda partitions: parts.flow.on_lost(partitions),
         credit=credit,
     )
-    listener = CancelListener(stream, lambda job_id: parts.flow.on_cancel(job_id), table.open_job_ids)
     context = Context(
         names=Names(
             worker,
@@ -125,6 +137,7 @@ def assemble(
         complete=consumer.complete,
         grammars=GrammarGate(loaded.grammars),
         text_executor=text_executor,
+        wall_clock=wall_clock,
     )
     parts = Parts(
         engine=engine,
@@ -132,6 +145,8 @@ def assemble(
         producer=producer,
         consumer=consumer,
         listener=listener,
+        claim=claim,
+        wall_clock=wall_clock,
         flow=JobFlow(context, superseded_retry_s=settings.session_timeout_s, on_settled=consumer.wake),
         table=table,
         observer=Observer(metrics, engine, consumer, publisher),

@@ -47,4 +47,6 @@ class Context:
     grammars: GrammarGate
     text_executor: ThreadPoolExecutor
     """One thread: templates and tokenization, in the order of arrival."""
+    wall_clock: Callable[[], float]
+    """Seconds since 1970 as the deployment counts them."""
     clock: Callable[[], float] = field(default=time.monotonic)

@@ -1,5 +1,7 @@
 """How many more records may be fetched: as many as could be served soon, and none while the way out is blocked."""
 
+from collections.abc import Callable
+
 from scheduler.scheduler import Scheduler
 from service.ingest.producer import ResultProducer
 from service.settings import Settings
@@ -17,11 +19,15 @@ class CreditRule:
         publisher: StreamPublisher,
         producer: ResultProducer,
         table: JobTable,
+        *,
+        may_open: Callable[[], bool],
     ) -> None:
+        """`may_open`: whether jobs may be opened at all: the namespace is ours and cancellations are heard."""
         self._scheduler = scheduler
         self._publisher = publisher
         self._producer = producer
         self._table = table
+        self._may_open = may_open
         self._max_jobs = settings.max_waiting + settings.max_num_seqs
         self._starved = False
 
@@ -35,7 +41,7 @@ class CreditRule:
         return self._starved and self._compute() > 0
 
     def _compute(self) -> int:
-        if not (self._publisher.healthy and self._producer.ready):
+        if not (self._publisher.healthy and self._producer.ready and self._may_open()):
             return 0
         credit = self._scheduler.credit()
         table = self._table

@@ -1,16 +1,18 @@
-"""How a job ends: stream flushed, result durable, end event out, offset complete, in this order (decision 0002)."""
+"""How a job ends: result decided, result durable, end event out, offset complete, in this order (decision 0002)."""
 
 import structlog
 
-from service.errors import JobError
+from service.errors import InternalError, JobError
+from service.ingest.producer import WithdrawnError
 from service.stream.publisher import Opened, Outcome
-from service.wire import DeadLetter, ErrorInfo, Origin, Result, Status
+from service.stream.writer import AttemptWriter
+from service.wire import DeadLetter, ErrorInfo, Origin, Result, Status, parse_result
 from service.wire.limits import MAX_ID_CHARS
 from service.worker.context import Context
 from service.worker.digest import digest_of
 from service.worker.job_run import JobRun
 from service.worker.targets import targets_of
-from service.worker.terminal import ending_of, result_of
+from service.worker.terminal import UNREADABLE_CODES, ending_of, result_of
 
 log = structlog.get_logger(__name__)
 
@@ -27,11 +29,6 @@ class Finisher:
         """Write the terminal record of a job whose stream we hold. False: a newer attempt holds it."""
         if error is not None:
             run.error = ErrorInfo.of(error)
-        publisher = self._c.publisher
-        if not await publisher.flushed(run.job_id, run.epoch):
-            return False
-        if run.abandoned:
-            return True
         result = result_of(
             run,
             status,
@@ -39,8 +36,43 @@ class Finisher:
             worker=self._c.names.worker,
             now_s=self._c.clock(),
         )
-        await self._send_result(run, result)
-        if not await publisher.end(run.job_id, run.epoch, ending_of(run, status)):
+        record, stream = result.encode(), _stream_of(run)
+        if not await stream.decide(record):
+            return False
+        return run.abandoned or await self._tell(run, stream, result, record)
+
+    async def repeat(self, run: JobRun, opened: Opened) -> bool:
+        """End a job as an earlier attempt had decided. False: what that left is no result of ours.
+
+        Its record may be on the topic already, or on its way there: only the same bytes may follow it, whatever has
+        been asked for since.
+        """
+        assert opened.decided is not None, run.job_id
+        try:
+            result = parse_result(opened.decided)
+        except InternalError as error:
+            log.error("decided_result_unreadable", job_id=run.job_id, reason=str(error))
+            return False
+        stream = _stream_of(run)
+        standing = [choice.text for choice in opened.resumed[: len(result.choices)]]
+        lost = stream.attempt.streamed and standing != [choice.text for choice in result.choices]
+        if lost:
+            stream.restart()
+        stream.start()
+        if lost:  # The log was evicted, or cut: the stream has to say what the result says.
+            for choice in result.choices:
+                stream.delta(choice.index, choice.text, choice.token_ids or ())
+        if await stream.flushed() and not run.abandoned:
+            await self._tell(run, stream, result, opened.decided)
+        return True
+
+    async def _tell(self, run: JobRun, stream: AttemptWriter, result: Result, record: bytes) -> bool:
+        """What is decided goes out. False: a newer attempt holds the stream, and tells the same."""
+        try:
+            await self._send_result(run, result.id, record)
+        except WithdrawnError:
+            return True
+        if not await stream.end(ending_of(result)):
             return False
         self._observe(run, result)
         self.settle(run)
@@ -55,9 +87,33 @@ class Finisher:
                 return
         self.settle(run)
 
+    async def refuse_barely(self, run: JobRun, error: JobError) -> None:
+        """The last resort: a result without a stream, in which nothing of the record occurs."""
+        job_id = placeholder_id("unparsed", run)
+        result = Result(
+            id=job_id,
+            status="failed",
+            attempt=run.number,
+            worker=self._c.names.worker,
+            error=ErrorInfo.of(error),
+        )
+        await self._c.producer.send(self._c.names.results_topic, key=job_id.encode(), value=result.encode())
+        log.error("job_refused_barely", origin=run.origin, result=job_id)
+        self.settle(run)
+
+    def suppress(self, run: JobRun) -> None:
+        """Settle a redelivery of a record that was carried to its end before."""
+        self._c.metrics.duplicates.inc()
+        log.info("redelivery_suppressed", job_id=run.job_id, origin=run.origin)
+        self.settle(run)
+
     async def refuse_duplicate(self, run: JobRun, opened: Opened) -> None:
         """Settle a record whose id belongs to another record, without touching that one's result."""
         self._c.metrics.duplicates.inc()
+        log.info(
+            "duplicate_suppressed", job_id=run.job_id, origin=run.origin, same_content=opened.same_digest,
+            ended=opened.ended_status,
+        )  # fmt: skip
         if not opened.same_digest:
             error = JobError(
                 "duplicate_id", f"id: {run.job_id!r} was given to another job before; the limit is one job per id",
@@ -84,19 +140,25 @@ class Finisher:
         if opened.outcome is Outcome.DUPLICATE:
             return False
         if opened.outcome is Outcome.OPENED:
-            self._c.table.name(run, job_id, opened.epoch)
-            self._c.publisher.start(job_id, opened.epoch, attempt=opened.epoch)
-            # Fenced or not: the id is this record's, and whoever holds it now files the same refusal.
+            self._c.table.name(run, job_id, opened)
+            if opened.decided is not None and await self.repeat(run, opened):
+                return True
+            _stream_of(run).start()
+            # Fenced or not: the id is this record's, and the attempt that holds it now files the same refusal.
             await self.end(run, status, error)
             return True
         self.settle(run)
         return True
 
-    async def _send_result(self, run: JobRun, result: Result) -> None:
+    async def _send_result(self, run: JobRun, job_id: str, record: bytes) -> None:
         passed_on = [(name, value) for name, value in run.delivery.headers if name in PASSED_ON_HEADERS]
-        headers = [*passed_on, ("tailrace-attempt", str(run.epoch).encode())]
+        headers = [*passed_on, ("tailrace-attempt", str(run.number).encode())]
         await self._c.producer.send(
-            self._c.names.results_topic, key=result.id.encode(), value=result.encode(), headers=headers
+            self._c.names.results_topic,
+            key=job_id.encode(),
+            value=record,
+            headers=headers,
+            wanted=lambda: not run.abandoned,
         )
 
     async def _dead_letter(self, run: JobRun, error: JobError) -> None:
@@ -106,7 +168,7 @@ class Finisher:
             partition=delivery.partition,
             offset=delivery.offset,
             timestamp_ms=delivery.timestamp_ms,
-            attempt=max(1, run.epoch),
+            attempt=run.number,
             code=error.code,
             message=error.message,
         )
@@ -117,10 +179,12 @@ class Finisher:
                 key=delivery.key,
                 value=delivery.value,
                 headers=letter.record_headers(),
+                optional=True,
+                wanted=lambda: not run.abandoned,
             )
-        except JobError as too_large:
-            # The record came through a topic with a higher limit than ours. Its result still tells what happened.
-            log.error("dead_letter_refused", origin=run.origin, reason=too_large.message)
+        except JobError as refused:
+            # The record came through a topic that takes more than ours, or other keys. Its result tells what happened.
+            log.error("dead_letter_refused", origin=run.origin, reason=refused.message)
             return
         self._c.metrics.dead_letters.inc()
 
@@ -145,17 +209,16 @@ class Finisher:
             "job_ended",
             job_id=run.job_id,
             status=result.status,
-            attempt=run.epoch,
-            prompt_tokens=run.num_prompt_tokens,
-            completion_tokens=run.num_output_tokens,
+            attempt=run.number,
+            prompt_tokens=result.usage.prompt_tokens,
+            completion_tokens=result.usage.completion_tokens,
             e2e_s=timings.e2e_s,
         )
 
 
-UNREADABLE_CODES = frozenset(
-    {"no_value", "record_too_large", "invalid_utf8", "invalid_json", "not_an_object"}
-)
-"""The record failed; with any other code it was read and its content refused."""
+def _stream_of(run: JobRun) -> AttemptWriter:
+    assert run.stream is not None, f"job {run.job_id} ends before its stream was opened"
+    return run.stream
 
 
 def placeholder_id(kind: str, run: JobRun) -> str:

@@ -7,6 +7,7 @@ import structlog
 from scheduler.spec import FinishReason
 from service.errors import JobError
 from service.stream.publisher import Opened, Outcome
+from service.stream.writer import AttemptWriter
 from service.wire import Job, Status, parse_job
 from service.worker.context import Context
 from service.worker.digest import digest_of
@@ -20,7 +21,7 @@ from service.worker.specs import (
     make_spec,
     rejected,
 )
-from service.worker.targets import targets_of
+from service.worker.targets import NO_TARGETS, targets_of
 from service.worker.terminal import status_of
 
 log = structlog.get_logger(__name__)
@@ -57,35 +58,37 @@ class Intake:
             await self._finisher.refuse_record(run, error)
             return
         if opened.outcome is Outcome.ENDED:
-            self._c.metrics.duplicates.inc()
-            self._finisher.settle(run)
+            self._finisher.suppress(run)
             return
-        if opened.outcome is Outcome.DUPLICATE:
+        if opened.stream is None:
             await self._finisher.refuse_duplicate(run, opened)
             return
-        self._c.table.name(run, job.id, opened.epoch)
+        self._c.table.name(run, job.id, opened)
+        if opened.decided is not None and await self._finisher.repeat(run, opened):
+            return
         run.cancelled |= opened.cancelled or self._c.table.was_cancelled(job.id)
-        await self._admit(run, job, opened)
+        await self._admit(run, job, opened, opened.stream)
 
-    async def _admit(self, run: JobRun, job: Job, opened: Opened) -> None:
-        publisher = self._c.publisher
+    async def _admit(self, run: JobRun, job: Job, opened: Opened, stream: AttemptWriter) -> None:
         try:
-            self._check_attempts(run, opened.fruitless)
+            self._check_attempts(run, opened.attempts_without_progress)
             check_against_model(job, self._c.limits)
             run.grammar = await self._c.grammars.admit(job)
             prompt = await asyncio.get_running_loop().run_in_executor(
-                self._c.text_executor, encode_prompt, job, self._c.tokenizer, run.delivery.timestamp_ms
+                self._c.text_executor, encode_prompt, job, self._c.tokenizer, run.date_ms
             )
             run.num_prompt_tokens = len(prompt)
             self._c.table.note_prompt(len(prompt))
-            self._resume(run, job, prompt, opened)
-            publisher.start(job.id, run.epoch, attempt=run.epoch)
+            if not self._resume(run, job, prompt, opened):
+                stream.restart()
+            stream.start()
+            self._close_finished(run, stream)
             if run.abandoned:
-                publisher.abandon(job.id, run.epoch)
+                stream.abandon()
                 return
             await self._add_requests(run, prompt)
         except JobError as error:
-            publisher.start(job.id, run.epoch, attempt=run.epoch)
+            stream.start()
             status: Status = "failed" if error.code == TOO_MANY_ATTEMPTS else "rejected"
             await self._finisher.end(run, status, error)
             return
@@ -94,36 +97,49 @@ class Intake:
         if run.finished:
             await self._finisher.end(run, status_of(run))
 
-    def _check_attempts(self, run: JobRun, num_fruitless: int) -> None:
+    def _check_attempts(self, run: JobRun, num_attempts: int) -> None:
         """A job that takes its worker down with it must not go on to the next one for ever."""
         limit = self._c.names.max_attempts
-        if num_fruitless > limit:
+        if num_attempts > limit:
             raise JobError(
                 TOO_MANY_ATTEMPTS,
-                f"attempts: {num_fruitless} in a row without a new token is above the limit {limit}",
+                f"attempts: {num_attempts} in a row without a new token is above the limit {limit}",
                 field="attempts",
-                value=num_fruitless,
+                value=num_attempts,
                 limit=limit,
                 job_id=run.job_id,
             )
 
-    def _resume(self, run: JobRun, job: Job, prompt: tuple[int, ...], opened: Opened) -> None:
-        """Take over what earlier attempts streamed, unless another model or tokenizer wrote it."""
+    def _resume(self, run: JobRun, job: Job, prompt: tuple[int, ...], opened: Opened) -> bool:
+        """Take over what earlier attempts streamed. False: another model or tokenizer wrote it."""
         run.choices = make_choices(job, run.epoch, prompt, self._c.tokenizer, self._c.limits)
         pairs = list(zip(run.choices, opened.resumed, strict=True))
-        if all(choice.resume(earlier.token_ids, earlier.text) for choice, earlier in pairs):
+        stands = all(choice.resume(earlier.token_ids, earlier.text) for choice, earlier in pairs)
+        if stands:
             for choice, earlier in pairs:
                 choice.logprobs.extend(earlier.logprobs)
                 if choice.detokenizer.stopped:
                     choice.finish = FinishReason.STOP
+                elif choice.token_ids:
+                    # Complete is complete, whatever was asked for since: a cancellation, a deadline.
+                    spec = make_spec(run, choice, prompt, NO_TARGETS, self._c.limits)
+                    choice.finish = spec.finish_reason(choice.token_ids)
             run.num_resumed_tokens = run.num_output_tokens
             self._c.metrics.resumed_tokens.inc(run.num_resumed_tokens)
         else:
             log.warning("earlier_tokens_dropped", job_id=job.id, reason="their text is not this tokenizer's")
-            self._c.publisher.restart(job.id, run.epoch)
             run.choices = make_choices(job, run.epoch, prompt, self._c.tokenizer, self._c.limits)
         if run.cancelled:
             run.finish_rest(FinishReason.CANCELLED)
+        return stands
+
+    def _close_finished(self, run: JobRun, stream: AttemptWriter) -> None:
+        """Stream what a choice that an earlier attempt completed still held back."""
+        for choice in run.choices:
+            if choice.finish in (FinishReason.STOP, FinishReason.LENGTH) and not choice.detokenizer.stopped:
+                text = choice.close()
+                if text:
+                    stream.delta(choice.index, text, ())
 
     async def _add_requests(self, run: JobRun, prompt: tuple[int, ...]) -> None:
         """All of them at once, when there is room. Raises JobError, with nothing left in the engine, when the

@@ -1,14 +1,13 @@
 """Every job from its delivery to its end: who does what is in intake, progress and finisher; here is when."""
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import structlog
 
 from scheduler.spec import FinishReason, RequestUpdate
-from service.errors import DependencyError, JobError
+from service.errors import DependencyError, InternalError, JobError
 from service.ingest.delivery import Delivery, TopicPartition
 from service.worker.context import Context
 from service.worker.finisher import Finisher
@@ -33,6 +32,11 @@ class JobFlow:
         self._superseded_retry_s = superseded_retry_s
         self._on_settled = on_settled
         self._tasks: set[asyncio.Task[None]] = set()
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        """For ever; cancel it to stop. Raises InternalError when a job cannot even be refused: no later one can."""
+        await self._broken
 
     def on_deliveries(self, deliveries: Sequence[Delivery]) -> None:
         """New records from the consumer, each incomplete until it is settled."""
@@ -80,8 +84,8 @@ class JobFlow:
         """Stop working on a job and tell nobody; its tokens so far stay in the log for the next attempt."""
         run.abandoned = True
         self._stop_requests(run)
-        if run.epoch:
-            self._c.publisher.abandon(run.job_id, run.epoch)
+        if run.stream is not None:
+            run.stream.abandon()
         self._c.table.remove(run)
 
     def abandon_all(self) -> int:
@@ -95,9 +99,10 @@ class JobFlow:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._broken.cancel()
 
     def _begin(self, delivery: Delivery) -> None:
-        run = JobRun.begin(delivery, now_s=self._c.clock(), wall_s=time.time())
+        run = JobRun.begin(delivery, now_s=self._c.clock(), wall_s=self._c.wall_clock())
         self._c.table.add(run)
         self._c.table.enter_intake()
         self._spawn(self._guarded(run, self._take_in(run)))
@@ -121,27 +126,37 @@ class JobFlow:
         except Exception as error:
             if run.abandoned:
                 return
+            if isinstance(error, DependencyError):
+                return  # Closing down; the record stays incomplete and is delivered again.
             log.exception("job_broke", job_id=run.job_id, origin=run.origin)
-            try:
-                await self._end_broken(run, error)
-            except Exception:
-                # Not settled: it is delivered again after the next rebalance, here or elsewhere.
-                log.exception("job_stays_incomplete", job_id=run.job_id, origin=run.origin)
+            await self._end_broken(run, error)
         finally:
             self._on_settled()
 
     async def _end_broken(self, run: JobRun, error: Exception) -> None:
-        """Ends a job that our own code failed on, as small as possible: whatever broke may break again."""
+        """Ends a job that our own code failed on, each try smaller than the one before: whatever broke may break
+        again, and nothing that one record contains may keep its offset open."""
         self._stop_requests(run)
         run.choices = []
-        if isinstance(error, DependencyError):
-            return  # Closing down; the record stays incomplete and is delivered again.
         reason = error
         if not isinstance(error, JobError):
             message = f"{type(error).__name__} in the service; the operator's log has the rest"
             reason = JobError("internal_error", message, job_id=run.job_id or None)
         assert isinstance(reason, JobError)
-        if run.epoch:
+        for refuse in (self._end_or_refuse, self._finisher.refuse_barely):
+            try:
+                await refuse(run, reason)
+                return
+            except DependencyError:
+                return
+            except Exception as failure:
+                log.exception("refusal_broke", job_id=run.job_id, origin=run.origin)
+                last = failure
+        if not self._broken.done():
+            self._broken.set_exception(InternalError(f"record {run.origin} cannot be ended: {last!r}"))
+
+    async def _end_or_refuse(self, run: JobRun, reason: JobError) -> None:
+        if run.stream is not None:
             await self._finisher.end(run, "failed", reason)
         else:
             await self._finisher.refuse_record(run, reason)

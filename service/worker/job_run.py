@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 from scheduler.spec import FinishReason
 from service.ingest.delivery import Delivery
+from service.stream.writer import AttemptWriter
 from service.text.detokenizer import Detokenizer
-from service.wire import ErrorInfo, Job, TokenLogprob
+from service.wire import ErrorInfo, Job, TokenLogprob, record_time_ms
 
 
 @dataclass(slots=True, eq=False)
@@ -64,13 +65,20 @@ class JobRun:
     """One delivery on its way from the record to the completed offset. Times are on the monotonic clock."""
 
     delivery: Delivery
+    begun_s: float
+    begun_wall_s: float
+    """The same moment on the deployment's wall clock."""
     arrival_s: float
-    """When the record was stamped, carried over to this process's clock: the backlog's delay counts."""
-    stamp_ms: int
-    """Wall-clock milliseconds of the record; of its arrival, when its producer sent no time (0 or -1)."""
+    """When the record was stamped, as far as that is a time and not in the future: the backlog's delay counts."""
+    date_ms: int
+    """For templates that print the date, the same for all attempts: of the record; where it has none, of the first
+    attempt."""
     job: Job | None = None
     job_id: str = ""
-    epoch: int = 0
+    stream: AttemptWriter | None = None
+    """Writes the tokens, once the job's stream is ours."""
+    number: int = 1
+    """Which attempt this is, counted from 1."""
     grammar: str | None = None
     """What response_format became. None: plain text."""
     num_prompt_tokens: int = 0
@@ -88,9 +96,35 @@ class JobRun:
 
     @classmethod
     def begin(cls, delivery: Delivery, *, now_s: float, wall_s: float) -> "JobRun":
-        """A delivery that came at now_s on the monotonic clock, wall_s on the wall's."""
-        stamp_ms = delivery.timestamp_ms if delivery.timestamp_ms > 0 else int(wall_s * 1000)
-        return cls(delivery, arrival_s=now_s - max(0.0, wall_s - stamp_ms / 1000), stamp_ms=stamp_ms)
+        """A delivery that came at now_s on the monotonic clock, wall_s on the deployment's wall clock."""
+        stamp_ms = record_time_ms(delivery.timestamp_ms)
+        age_s = 0.0 if stamp_ms is None else max(0.0, wall_s - stamp_ms / 1000)
+        return cls(
+            delivery,
+            begun_s=now_s,
+            begun_wall_s=wall_s,
+            arrival_s=now_s - age_s,
+            date_ms=int(wall_s * 1000) if stamp_ms is None else stamp_ms,
+        )
+
+    @property
+    def epoch(self) -> int:
+        """Of the stream; 0 before it is ours."""
+        return 0 if self.stream is None else self.stream.epoch
+
+    @property
+    def has_time(self) -> bool:
+        return record_time_ms(self.delivery.timestamp_ms) is not None
+
+    @property
+    def deadline_s(self) -> float | None:
+        """On the monotonic clock."""
+        deadline_ms = None if self.job is None else self.job.deadline_at_ms(self.date_ms)
+        if self.job is None or deadline_ms is None:
+            return None
+        if isinstance(self.job.deadline, str):
+            return self.begun_s + deadline_ms / 1000 - self.begun_wall_s
+        return self.arrival_s + (deadline_ms - self.date_ms) / 1000
 
     @property
     def origin(self) -> str:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable, Iterator
 
 from service.ingest.delivery import TopicPartition
+from service.stream.publisher import Opened
 from service.wire import Job
 from service.worker.job_run import ChoiceRun, JobRun
 
@@ -54,9 +55,11 @@ class JobTable:
         self._by_place[run.place] = run
         self._empty.clear()
 
-    def name(self, run: JobRun, job_id: str, epoch: int) -> None:
-        """The job's id is known and its stream is ours in this epoch."""
-        run.job_id, run.epoch = job_id, epoch
+    def name(self, run: JobRun, job_id: str, opened: Opened) -> None:
+        """The job's id is known and its stream is ours."""
+        run.job_id, run.stream, run.number = job_id, opened.stream, opened.attempts
+        if not run.has_time:
+            run.date_ms = opened.began_ms
         self._by_job_id[job_id] = run
 
     def note_prompt(self, num_tokens: int) -> None:
@@ -125,7 +128,7 @@ class JobTable:
 
     def open_job_ids(self) -> list[str]:
         """Of the jobs whose streams are ours."""
-        return [run.job_id for run in self if run.epoch]
+        return [run.job_id for run in self if run.stream is not None]
 
     async def when_empty(self) -> None:
         await self._empty.wait()

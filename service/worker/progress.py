@@ -59,9 +59,8 @@ class Progress:
             text += choice.close()
         # Of whichever choice ran: they share the prompt, and a stop string ends one before its last update.
         run.num_cached_tokens = max(run.num_cached_tokens, update.num_cached_tokens)
-        if text or update.new_token_ids:
-            token_ids = tuple(choice.token_ids[num_before:])
-            self._c.publisher.delta(run.job_id, run.epoch, choice.index, text, token_ids, logprobs)
+        if (text or update.new_token_ids) and run.stream is not None:
+            run.stream.delta(choice.index, text, tuple(choice.token_ids[num_before:]), logprobs)
         if choice.finish is not None:
             self._c.table.drop_request(choice.request_id)
             if choice.finish is FinishReason.ERROR:

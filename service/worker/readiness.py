@@ -3,10 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 
-from service.engine.engine import Engine
-from service.ingest.consumer import JobConsumer
-from service.ingest.producer import ResultProducer
-from service.stream.publisher import StreamPublisher
+from service.worker.assembly import Parts
 
 STALLED_AFTER_S = 30.0
 """A step that has not come back for this long, or work that got no step."""
@@ -17,14 +14,12 @@ class Readiness:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._parts: tuple[Engine, JobConsumer, StreamPublisher, ResultProducer] | None = None
+        self._parts: Parts | None = None
         self.draining = False
         self.broken: str | None = None
 
-    def watch(
-        self, engine: Engine, consumer: JobConsumer, publisher: StreamPublisher, producer: ResultProducer
-    ) -> None:
-        self._parts = (engine, consumer, publisher, producer)
+    def watch(self, parts: Parts) -> None:
+        self._parts = parts
 
     def health(self) -> Mapping[str, str]:
         """Why the process should be replaced; empty: it should not."""
@@ -42,22 +37,20 @@ class Readiness:
         if self._parts is None:
             reasons["model"] = "loading"
             return reasons
-        _, consumer, publisher, producer = self._parts
         if self.draining:
             reasons["worker"] = "draining"
-        if not consumer.ready:
-            reasons["kafka"] = "the consumer makes no progress: not connected, joining the group, or stalled"
-        elif not producer.ready:
-            reasons["kafka"] = "the results producer is not connected"
-        if not publisher.healthy:
-            reasons["redis"] = "no round trip succeeds"
+        kafka, redis = _kafka_problem(self._parts), _redis_problem(self._parts)
+        if kafka is not None:
+            reasons["kafka"] = kafka
+        if redis is not None:
+            reasons["redis"] = redis
         return reasons
 
     def _stalled(self) -> str | None:
         """Names what holds the engine up."""
         if self._parts is None:
             return None
-        engine = self._parts[0]
+        engine = self._parts.engine
         idle_s = self._clock() - engine.last_progress_s
         if not engine.scheduler.has_work or idle_s < STALLED_AFTER_S:
             return None
@@ -68,3 +61,19 @@ class Readiness:
             f"no step for {idle_s:.0f} s: request {blocked.request_id} waits for {blocked.reason.value}, needs "
             f"{blocked.needed_blocks} blocks, {blocked.available_blocks} are available"
         )
+
+
+def _kafka_problem(parts: Parts) -> str | None:
+    if not parts.consumer.ready:
+        return "the consumer makes no progress: not connected, joining the group, or stalled"
+    if parts.producer.problem is not None:
+        return parts.producer.problem
+    return None if parts.producer.ready else "the results producer is not connected"
+
+
+def _redis_problem(parts: Parts) -> str | None:
+    if not parts.publisher.healthy:
+        return f"no round trip succeeds: {parts.publisher.problem or 'not connected yet'}"
+    if not parts.listener.listening.is_set():
+        return f"cancellations are not heard: {parts.listener.problem or 'not subscribed yet'}"
+    return None if parts.claim.held else "the namespace is not claimed yet"

@@ -48,14 +48,13 @@ def check_against_model(job: Job, limits: ModelLimits) -> None:
             )  # fmt: skip
 
 
-def encode_prompt(job: Job, tokenizer: Tokenizer, timestamp_ms: int) -> tuple[int, ...]:
-    """The prompt's ids; runs off the event loop. A template that writes the date takes the record's, so that a
-    redelivered job gets the same prompt."""
+def encode_prompt(job: Job, tokenizer: Tokenizer, date_ms: int) -> tuple[int, ...]:
+    """The prompt's ids; runs off the event loop. A template that writes the date writes that of `date_ms`."""
     if job.prompt_token_ids is not None:
         return tuple(job.prompt_token_ids)
     if job.prompt is not None:
         return tuple(tokenizer.encode_prompt(job.prompt))
-    return tuple(tokenizer.encode_chat(job.template_messages(), timestamp_ms=timestamp_ms))
+    return tuple(tokenizer.encode_chat(job.template_messages(), timestamp_ms=date_ms))
 
 
 def make_choices(
@@ -96,7 +95,7 @@ def make_spec(
         service_class=ServiceClass(job.service_class),
         ttft_s=targets.ttft_s,
         tpot_s=targets.tpot_s,
-        deadline_s=_deadline_s(run, job),
+        deadline_s=run.deadline_s,
         tenant=job.tenant or "",
         fork_group=f"{job.id}#{run.epoch}" if job.n > 1 else None,
     )
@@ -137,10 +136,3 @@ def _sampling(job: Job, choice: ChoiceRun, grammar: str | None) -> SamplingParam
         min_tokens=job.min_tokens,
         grammar=grammar,
     )
-
-
-def _deadline_s(run: JobRun, job: Job) -> float | None:
-    deadline_ms = job.deadline_at_ms(run.stamp_ms)
-    if deadline_ms is None:
-        return None
-    return run.arrival_s + (deadline_ms - run.stamp_ms) / 1000

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from scheduler.spec import FinishReason
-from service.stream.outbox import Ending
+from service.stream.writer import Ending
 from service.wire import Choice, ErrorInfo, Result, SloOutcome, Status, Timings, Usage
 from service.wire import FinishReason as WireFinishReason
 from service.worker.job_run import ChoiceRun, JobRun
@@ -86,7 +86,7 @@ def result_of(run: JobRun, status: Status, targets: Targets, *, worker: str, now
     return Result(
         id=run.job_id,
         status=status,
-        attempt=run.epoch,
+        attempt=run.number,
         worker=worker,
         choices=tuple(_choice(choice, run) for choice in run.choices),
         usage=usage_of(run),
@@ -109,9 +109,17 @@ def _choice(choice: ChoiceRun, run: JobRun) -> Choice:
     )
 
 
-def ending_of(run: JobRun, status: Status) -> Ending:
-    """What the end event says."""
-    first = run.choices[0].finish if run.choices else None
+UNREADABLE_CODES = frozenset(
+    {"no_value", "record_too_large", "invalid_utf8", "invalid_json", "not_an_object"}
+)
+"""The record failed; with any other code it was read and its content refused."""
+
+
+def ending_of(result: Result) -> Ending:
+    """What the end event says of a job with this result. A refusal leaves the id free for another record."""
+    error = result.error
+    unreadable = result.status == "failed" and error is not None and error.code in UNREADABLE_CODES
+    first = result.choices[0].finish_reason if result.choices else None
     return Ending(
-        status, None if first is None else _WIRE_REASON[first], usage_of(run), error_of(run, status)
+        result.status, first, result.usage, error, refused=result.status == "rejected" or unreadable
     )

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import socket
-import time
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -99,16 +98,18 @@ class Worker:
 
     async def _serve(self, parts: Parts) -> None:
         self.parts = parts
-        self.readiness.watch(parts.engine, parts.consumer, parts.publisher, parts.producer)
+        self.readiness.watch(parts)
         tasks = [
             _task(parts.engine.run(), "engine"),
             _task(parts.publisher.run(), "publisher"),
             _task(parts.listener.run(), "cancel-listener"),
+            _task(parts.claim.run(), "namespace-claim"),
+            _task(parts.producer.run(), "producer"),
             _task(parts.consumer.run(), "consumer"),
-            _task(parts.observer.run(time.time), "observer"),
+            _task(parts.flow.run(), "job-flow"),
+            _task(parts.observer.run(parts.wall_clock), "observer"),
             _task(watch_loop_lag(self.metrics.loop_lag.observe), "loop-lag"),
         ]
-        await parts.producer.start()
         config = parts.engine.scheduler.config
         log.info(
             "serving",
@@ -161,7 +162,7 @@ class Worker:
         await parts.grammars.close()
         await parts.producer.stop(HANDBACK_S)
         for task in tasks:
-            if task.get_name() in ("observer", "loop-lag", "cancel-listener"):
+            if task.get_name() in ("observer", "loop-lag", "cancel-listener", "namespace-claim", "job-flow"):
                 task.cancel()
         _, pending = await asyncio.wait(tasks, timeout=HANDBACK_S)
         for task in pending:

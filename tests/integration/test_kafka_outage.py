@@ -12,8 +12,9 @@ from structlog.testing import capture_logs
 
 from service.errors import DependencyError, JobError
 from service.ingest import Delivery, KafkaConfig, ResultProducer, ensure_topics
+from service.ingest.producer import WithdrawnError
 from tests.support.kafka import KafkaBroker
-from tests.support.members import Member, config_for, eventually, member, publish
+from tests.support.members import Member, config_for, eventually, member, publish, running_producer
 
 pytestmark = pytest.mark.kafka
 
@@ -46,8 +47,7 @@ async def test_broker_restart_in_the_middle_of_a_stream_loses_nothing(outage: Ka
     config = config_for(kafka, await kafka.new_topic(partitions=2), results_topic=await kafka.new_topic())
     count = 200
     await publish(kafka, config.jobs_topic, [b"%d" % n for n in range(count)])
-    producer = ResultProducer(config)
-    await producer.start()
+    producer = running_producer(config)
     finishing: set[asyncio.Task[None]] = set()
     half = asyncio.Event()
 
@@ -92,11 +92,9 @@ async def test_broker_away_at_start_is_one_clear_line_and_not_ready_then_all_wor
     await asyncio.to_thread(kafka.stop)
     with capture_logs() as lines:
         worker = Member(config)
-        producer = ResultProducer(config)
-        await producer.start()
+        producer = running_producer(config)
         sending = asyncio.create_task(producer.send(results, b"key", b"value"))
-        stopped_early = ResultProducer(config)
-        await stopped_early.start()
+        stopped_early = running_producer(config)
         given_up = asyncio.create_task(stopped_early.send(results, b"key", b"value"))
         await eventually(lambda: sum(line["event"] == "kafka_unavailable" for line in lines) >= 4, "lines")
         assert not worker.consumer.ready
@@ -159,8 +157,7 @@ async def test_hazard_broken_producer_is_rebuilt_and_the_record_sent_again(
     kafka: KafkaBroker, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_for(kafka, "unused", results_topic=await kafka.new_topic(), ack_timeout_s=0.5)
-    producer = ResultProducer(config)
-    await producer.start()
+    producer = running_producer(config)
     await producer.send(config.results_topic, b"a", b"1")
     inner = producer._producer
     assert inner is not None
@@ -191,16 +188,16 @@ async def test_sends_in_flight_are_bounded(kafka: KafkaBroker) -> None:
         most = max(most, producer.in_flight + 1)
 
     sends = [asyncio.create_task(send(number)) for number in range(30)]
-    await producer.start()
+    running = asyncio.create_task(producer.run())
     await asyncio.gather(*sends)
     assert most == 3
     await producer.stop()
+    await running
 
 
 async def test_record_too_large_for_the_topic_names_the_limit_and_harms_nobody(kafka: KafkaBroker) -> None:
     config = config_for(kafka, "unused", results_topic=await kafka.new_topic(max_message_bytes="100000"))
-    producer = ResultProducer(config)
-    await producer.start()
+    producer = running_producer(config)
     for too_large in (os.urandom(200_000), bytes(config.max_message_bytes + 1)):
         with pytest.raises(
             JobError, match=f"{len(too_large) + 1} bytes.*{config.max_message_bytes}"
@@ -209,6 +206,59 @@ async def test_record_too_large_for_the_topic_names_the_limit_and_harms_nobody(k
         assert caught.value.field == "value"
     await producer.send(config.results_topic, b"k", b"small")
     assert producer.rebuilds == 0
+    await producer.stop()
+
+
+async def test_a_record_that_the_broker_keeps_refusing_ends_the_producer_with_the_reason(
+    kafka: KafkaBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.ingest.producer.MAX_REFUSALS", 3)
+    config = config_for(kafka, "unused", results_topic=await kafka.new_topic(cleanup_policy="compact"))
+    producer = ResultProducer(config)
+    running = asyncio.create_task(producer.run())
+    sending = asyncio.create_task(producer.send(config.results_topic, None, b"no key"))
+    await eventually(lambda: producer.problem is not None, "the reason is told")
+    assert producer.problem is not None
+    assert config.results_topic in producer.problem
+    assert not producer.ready
+    for task in (sending, running):
+        with pytest.raises(DependencyError, match="3 times in a row; this worker gives its partitions up"):
+            await asyncio.wait_for(task, 20)
+    await producer.stop()
+
+
+async def test_an_optional_record_that_its_topic_refuses_costs_its_neighbours_nothing(
+    kafka: KafkaBroker,
+) -> None:
+    topic = await kafka.new_topic(cleanup_policy="compact")
+    config = config_for(kafka, "unused", dead_letter_topic=topic, results_topic=topic)
+    producer = running_producer(config)
+    keys = [b"a", None, b"b"]
+    outcomes = await asyncio.gather(
+        *(producer.send(topic, key, b"value", optional=True) for key in keys), return_exceptions=True
+    )
+    assert [getattr(outcome, "code", None) for outcome in outcomes] == [None, "record_refused", None]
+    assert {record.key for record in await read_all(config, 2)} == {b"a", b"b"}
+    await producer.stop()
+
+
+async def test_a_record_nobody_wants_any_more_is_withdrawn_while_the_broker_is_away(
+    outage: KafkaBroker,
+) -> None:
+    kafka = outage
+    config = config_for(kafka, "unused", results_topic=await kafka.new_topic())
+    producer = running_producer(config)
+    await producer.send(config.results_topic, b"wanted", b"1")
+    await asyncio.to_thread(kafka.kill)
+    wanted = True
+    sending = asyncio.create_task(producer.send(config.results_topic, b"late", b"2", wanted=lambda: wanted))
+    await eventually(lambda: not producer.ready, "the connection is known to be lost")
+    wanted = False
+    await asyncio.to_thread(kafka.start)
+    with pytest.raises(WithdrawnError):
+        await asyncio.wait_for(sending, 30)
+    await producer.send(config.results_topic, b"next", b"3")
+    assert {record.key for record in await read_all(config, 2)} == {b"wanted", b"next"}
     await producer.stop()
 
 
@@ -228,6 +278,7 @@ async def test_missing_topics_are_created_with_their_policies(kafka: KafkaBroker
         (response,) = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, names[1])])
         settings = {entry[0]: entry[1] for entry in response.resources[0][-1]}
         assert settings["cleanup.policy"] == "compact,delete"
+        assert settings["message.timestamp.type"] == "LogAppendTime"
         assert settings["max.message.bytes"] == str(config.max_message_bytes)
     finally:
         await admin.close()

@@ -7,11 +7,11 @@ from contextlib import AsyncExitStack
 import pytest
 from redis.asyncio import Redis
 
-from service.stream.outbox import Ending
 from service.stream.publisher import StreamPublisher
+from service.stream.writer import Ending
 from service.wire.common import Usage
 from tests.support.redis import RedisServer
-from tests.support.streams import FAST, Followed, open_job, running_publisher
+from tests.support.streams import FAST, Followed, open_job, running_publisher, stream_of
 
 pytestmark = pytest.mark.redis
 NUM_JOBS = 24
@@ -30,17 +30,17 @@ def whole_text(job_id: str) -> str:
 async def generate(publisher: StreamPublisher, job_id: str, gate: asyncio.Semaphore, stop_at: int) -> bool:
     """One attempt: continues what stands, writes up to `stop_at` tokens; True when it has ended the job."""
     opened = await open_job(publisher, job_id)
-    epoch = opened.epoch
+    stream = stream_of(opened)
     (resumed,) = opened.resumed
     assert resumed.text == "".join(token_text(job_id, token) for token in resumed.token_ids)
-    publisher.start(job_id, epoch)
+    stream.start()
     for token in range(len(resumed.token_ids), stop_at):
         async with gate:
-            publisher.delta(job_id, epoch, 0, token_text(job_id, token), (token,))
-            assert await publisher.flushed(job_id, epoch)
+            stream.delta(0, token_text(job_id, token), (token,))
+            assert await stream.flushed()
     if stop_at < NUM_TOKENS:
         return False
-    return await publisher.end(job_id, epoch, Ending("completed", "length", Usage(1, NUM_TOKENS, 0)))
+    return await stream.end(Ending("completed", "length", Usage(1, NUM_TOKENS, 0)))
 
 
 async def test_late_joins_under_concurrent_streams_and_a_dead_worker_lose_nothing(

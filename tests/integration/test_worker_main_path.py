@@ -177,9 +177,10 @@ async def test_tokens_of_another_tokenizer_are_dropped_and_readers_are_told(
         opened = await publisher.open(
             "moved", origin=f"{topic}/0/0@{stamp}", digest=digest_of_value(value), num_choices=1, stream=True
         )
-        publisher.start("moved", opened.epoch)
-        publisher.delta("moved", opened.epoch, 0, "Bonjour", [11, 22])
-        assert await publisher.flushed("moved", opened.epoch)
+        assert opened.stream is not None
+        opened.stream.start()
+        opened.stream.delta(0, "Bonjour", [11, 22])
+        assert await opened.stream.flushed()
     async with running_worker(service.settings()):
         await service.publish_raw([(b"moved", value)], timestamp_ms=stamp)
         result = (await service.wait_for_results(["moved"]))["moved"]

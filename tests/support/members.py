@@ -7,7 +7,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaProducer
 
-from service.ingest import Delivery, JobConsumer, KafkaConfig, TopicPartition
+from service.ingest import Delivery, JobConsumer, KafkaConfig, ResultProducer, TopicPartition
 from tests.support.kafka import KafkaBroker
 
 LIMIT_S = 20.0
@@ -120,6 +120,19 @@ async def member(config: KafkaConfig, capacity: int = 1_000) -> AsyncIterator[Me
         yield one
     finally:
         await one.close()
+
+
+def running_producer(config: KafkaConfig, **options: Any) -> ResultProducer:
+    """A producer whose `run` has begun; `stop` ends both."""
+    producer = ResultProducer(config, **options)
+    running = asyncio.create_task(producer.run())
+    _running_producers.add(running)
+    running.add_done_callback(_running_producers.discard)
+    return producer
+
+
+_running_producers: set["asyncio.Task[None]"] = set()
+"""The event loop holds its tasks weakly."""
 
 
 async def publish(kafka: KafkaBroker, topic: str, values: Iterable[bytes], **options: Any) -> None:

@@ -96,6 +96,18 @@ class ServiceUnderTest:
                         self.results[result.id].append(result)
         return {job_id: self.results[job_id][-1] for job_id in wanted}
 
+    async def read_results(self) -> dict[str, list[Result]]:
+        """All records that stand on the results topic now, raw duplicates included, in order."""
+        async with self._reading("TAILRACE_RESULTS_TOPIC") as consumer:
+            self.results.clear()
+            ends = await consumer.end_offsets(list(consumer.assignment()))
+            for partition, end in ends.items():
+                while await consumer.position(partition) < end:
+                    for record in (await consumer.getmany(partition, timeout_ms=200)).get(partition, []):
+                        result = parse_result(record.value)
+                        self.results[result.id].append(result)
+        return self.results
+
     async def wait_for_dead_letters(self, count: int, limit_s: float = 30.0) -> list[DeadLetter]:
         letters: list[DeadLetter] = []
         async with self._reading("TAILRACE_DEAD_LETTER_TOPIC") as consumer, asyncio.timeout(limit_s):
@@ -191,9 +203,11 @@ class ServiceUnderTest:
 
 
 async def new_service(
-    kafka: KafkaBroker, redis_server: RedisServer, *, partitions: int = 4
+    kafka: KafkaBroker, redis_server: RedisServer, *, partitions: int = 4, **jobs_topic: str
 ) -> ServiceUnderTest:
     """Fresh topics and group; the deterministic engine with an instant step unless a test says otherwise.
+
+    `jobs_topic` are settings of that topic, as `KafkaBroker.new_topic` takes them.
 
     Whether the next step is planned while one runs may be said by the environment, for all tests or for one.
     """
@@ -204,7 +218,9 @@ async def new_service(
             "TAILRACE_KAFKA_BOOTSTRAP": kafka.bootstrap,
             "TAILRACE_REDIS_URL": redis_server.url,
             "TAILRACE_GROUP_ID": kafka.unique("group"),
-            "TAILRACE_JOBS_TOPIC": await kafka.new_topic(partitions, max_message_bytes=str(16 << 20)),
+            "TAILRACE_JOBS_TOPIC": await kafka.new_topic(
+                partitions, max_message_bytes=str(16 << 20), **jobs_topic
+            ),
             "TAILRACE_RESULTS_TOPIC": await kafka.new_topic(1),
             "TAILRACE_DEAD_LETTER_TOPIC": await kafka.new_topic(1, max_message_bytes=str(16 << 20)),
             "TAILRACE_ENGINE": "deterministic",

@@ -11,9 +11,9 @@ from redis.asyncio import Redis
 from service.stream.assemble import StreamAssembler
 from service.stream.config import StreamConfig
 from service.stream.keys import JobKeys
-from service.stream.outbox import Ending
 from service.stream.publisher import Opened, StreamPublisher
 from service.stream.reader import Gap, Item, Verdict, read_stream
+from service.stream.writer import AttemptWriter, Ending
 from service.wire.common import Usage
 from service.wire.event import Event, parse_event
 
@@ -28,6 +28,7 @@ FAST = StreamConfig(
     close_timeout_s=0.5,
 )
 COMPLETED = Ending("completed", "stop", Usage(1, 2, 0))
+REFUSED = Ending("rejected", None, Usage(), refused=True)
 
 
 @asynccontextmanager
@@ -54,6 +55,15 @@ async def open_job(
     stream: bool = True,
 ) -> Opened:
     return await publisher.open(job_id, origin=origin, digest=digest, num_choices=num_choices, stream=stream)
+
+
+def stream_of(opened: Opened) -> AttemptWriter:
+    assert opened.stream is not None, opened
+    return opened.stream
+
+
+async def open_stream(publisher: StreamPublisher, job_id: str, **kwargs: Any) -> AttemptWriter:
+    return stream_of(await open_job(publisher, job_id, **kwargs))
 
 
 async def eventually(condition: Callable[[], bool], what: str, limit_s: float = 5.0) -> None:
@@ -112,6 +122,12 @@ class Followed:
     @property
     def gaps(self) -> list[Gap]:
         return [item for item in self.items if isinstance(item, Gap)]
+
+    async def __aenter__(self) -> "Followed":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.leave()
 
     async def leave(self) -> None:
         self.task.cancel()

@@ -63,12 +63,12 @@ async def test_result_that_came_before_is_found_on_the_topic(settings: Settings)
 async def test_what_redis_remembers_of_a_job(settings: Settings) -> None:
     redis = Redis.from_url(settings.redis_url)
     try:
-        assert await seen_before(redis, "job-1", b"{}") is Seen.NEVER
+        assert await seen_before(redis, "tailrace", "job-1", b"{}") is Seen.NEVER
         digest = digest_of(Delivery("", 0, 0, 0, None, b"{}", (), 0))
         await redis.hset(JobKeys.of("job-1").meta, "digest", digest)
-        assert await seen_before(redis, "job-1", b"{}") is Seen.RUNNING
-        assert await seen_before(redis, "job-1", b"{ }") is Seen.OTHER_JOB
+        assert await seen_before(redis, "tailrace", "job-1", b"{}") is Seen.RUNNING
+        assert await seen_before(redis, "tailrace", "job-1", b"{ }") is Seen.OTHER_JOB
         await redis.hset(JobKeys.of("job-1").meta, "ended", "completed")
-        assert await seen_before(redis, "job-1", b"{}") is Seen.ENDED
+        assert await seen_before(redis, "tailrace", "job-1", b"{}") is Seen.ENDED
     finally:
         await redis.aclose()

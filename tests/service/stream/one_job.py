@@ -6,8 +6,9 @@ from redis.asyncio import Redis
 
 from service.stream.assemble import Fed, StreamAssembler
 from service.stream.publisher import StreamPublisher
+from service.stream.writer import AttemptWriter
 from service.wire.event import Event
-from tests.support.streams import Followed, open_job
+from tests.support.streams import Followed, open_stream
 
 JOB = "job-1"
 
@@ -19,21 +20,21 @@ def assembled(events: list[Event], job_id: str = JOB) -> StreamAssembler:
     return assembler
 
 
-async def begin(publisher: StreamPublisher, text: str = "a", token_ids: tuple[int, ...] = (1,)) -> None:
-    """The first attempt up to its first flush."""
-    await open_job(publisher, JOB)
-    publisher.start(JOB, 1)
-    publisher.delta(JOB, 1, 0, text, token_ids)
-    await publisher.flushed(JOB, 1)
+async def begin(
+    publisher: StreamPublisher, text: str = "a", token_ids: tuple[int, ...] = (1,)
+) -> AttemptWriter:
+    """One attempt up to its first flush."""
+    stream = await open_stream(publisher, JOB)
+    stream.delta(0, text, token_ids)
+    assert await stream.flushed()
+    return stream
 
 
-async def write(
-    publisher: StreamPublisher, tokens: range, *, epoch: int = 1, text: str | None = None
-) -> None:
+async def write(stream: AttemptWriter, tokens: range, *, text: str | None = None) -> None:
     """One flush, and so one event, per token."""
     for token in tokens:
-        publisher.delta(JOB, epoch, 0, f"{token} " if text is None else text, (token,))
-        assert await publisher.flushed(JOB, epoch)
+        stream.delta(0, f"{token} " if text is None else text, (token,))
+        assert await stream.flushed()
 
 
 def words(stop: int) -> str:
@@ -44,11 +45,13 @@ def seen(count: int) -> Callable[[Followed], bool]:
     return lambda followed: len(followed.events) >= count
 
 
-async def begin_and_follow(publisher: StreamPublisher, redis: Redis, num_tokens: int = 0) -> Followed:
+async def begin_and_follow(
+    publisher: StreamPublisher, redis: Redis, num_tokens: int = 0
+) -> tuple[AttemptWriter, Followed]:
     """A reader that has seen the first attempt start and write so many tokens."""
-    await open_job(publisher, JOB)
+    stream = await open_stream(publisher, JOB)
     followed = Followed(redis, JOB)
-    publisher.start(JOB, 1)
-    await write(publisher, range(num_tokens))
+    stream.start()
+    await write(stream, range(num_tokens))
     await followed.until(seen(1 + num_tokens))
-    return followed
+    return stream, followed

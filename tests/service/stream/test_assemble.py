@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.stream.assemble import Fed, StreamAssembler
-from service.stream.resume import standing
+from service.stream.assemble import Fed, StreamAssembler, standing
 from service.wire.common import Usage
 from service.wire.event import Delta, End, Event, Start
 

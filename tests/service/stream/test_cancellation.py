@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from service.stream.cancellation import cancellation_kept
+from service.stream.subscription import cancellation_kept
 
 
 async def test_a_cancellation_that_arrives_as_a_write_completes_is_not_lost() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -12,21 +13,42 @@ from service.stream.publisher import Outcome, StreamPublisher
 from tests.service.stream.one_job import JOB, assembled
 from tests.support.proxy import running_proxy
 from tests.support.redis import RedisServer
-from tests.support.streams import COMPLETED, FAST, eventually, log_events, open_job, running_publisher
+from tests.support.streams import (
+    COMPLETED,
+    DIGEST,
+    FAST,
+    eventually,
+    log_events,
+    open_job,
+    open_stream,
+    running_publisher,
+    stream_of,
+)
 
 pytestmark = pytest.mark.redis
 
 
+def time_us(reply: tuple[int, int]) -> int:
+    return reply[0] * 1_000_000 + reply[1]
+
+
 async def test_a_stream_from_start_to_end(redis_server: RedisServer) -> None:
     async with Redis.from_url(redis_server.url) as redis, running_publisher(redis_server.url) as publisher:
+        before_us = time_us(await redis.time())
         opened = await open_job(publisher, JOB, num_choices=2)
-        assert (opened.outcome, opened.epoch, opened.cancelled) == (Outcome.OPENED, 1, False)
-        publisher.start(JOB, 1, attempt=3)
+        after_us = time_us(await redis.time())
+        assert (opened.outcome, opened.attempts, opened.cancelled) == (Outcome.OPENED, 1, False)
+        assert before_us <= opened.epoch <= after_us
+        assert before_us // 1_000 <= opened.began_ms <= after_us // 1_000
+        stream = stream_of(opened)
+        stream.start()
         for i in range(5):
-            assert publisher.delta(JOB, 1, i % 2, f"{i} ", (i,))
-        assert await publisher.flushed(JOB, 1)
-        assert await publisher.end(JOB, 1, COMPLETED)
-        assembler = assembled(await log_events(redis, JOB))
+            assert stream.delta(i % 2, f"{i} ", (i,))
+        assert await stream.flushed()
+        assert await stream.end(COMPLETED)
+        events = await log_events(redis, JOB)
+        assert {event.epoch for event in events} == {opened.epoch}
+        assembler = assembled(events)
         assert assembler.problems() == []
         assert assembler.texts() == ["0 2 4 ", "1 3 "]
         assert (publisher.num_open_jobs, publisher.backlog_jobs, publisher.backlog_bytes) == (0, 0, 0)
@@ -37,12 +59,12 @@ async def test_a_stream_from_start_to_end(redis_server: RedisServer) -> None:
 async def test_python_is_the_limit_so_a_step_of_all_jobs_is_one_round_trip(redis_server: RedisServer) -> None:
     async with running_proxy(redis_server.port) as proxy, running_publisher(proxy.url) as publisher:
         ids = [f"job-{i}" for i in range(32)]
-        await asyncio.gather(*(open_job(publisher, job_id) for job_id in ids))
+        streams = await asyncio.gather(*(open_stream(publisher, job_id) for job_id in ids))
         before = publisher.num_round_trips
-        for job_id in ids:
-            publisher.start(job_id, 1)
-            publisher.delta(job_id, 1, 0, "x", (1,))
-        assert all(await asyncio.gather(*(publisher.flushed(job_id, 1) for job_id in ids)))
+        for stream in streams:
+            stream.start()
+            stream.delta(0, "x", (1,))
+        assert all(await asyncio.gather(*(stream.flushed() for stream in streams)))
         assert publisher.num_round_trips == before + 1
 
 
@@ -53,27 +75,58 @@ async def test_a_foreign_key_costs_one_job_its_stream_and_its_neighbours_nothing
         await redis.set(JobKeys.of("bad-meta").meta, "not a hash")
         with pytest.raises(JobError, match="bad-meta"):
             await open_job(publisher, "bad-meta")
-        for job_id in ("bad-log", "good"):
-            await open_job(publisher, job_id)
+        bad, good = [await open_stream(publisher, job_id) for job_id in ("bad-log", "good")]
         await redis.set(JobKeys.of("bad-log").log, "not a stream")
-        for job_id in ("bad-log", "good"):
-            publisher.start(job_id, 1)
-        assert await publisher.flushed("bad-log", 1), "nobody waits for what can never be written"
-        assert await publisher.flushed("good", 1)
+        for stream in (bad, good):
+            stream.start()
+        assert await bad.flushed(), "nobody waits for what can never be written"
+        assert await good.flushed()
         # Its job goes on and ends, though nobody can follow it.
-        assert publisher.delta("bad-log", 1, 0, "x", (1,))
-        assert await publisher.flushed("bad-log", 1)
-        assert await publisher.end("bad-log", 1, COMPLETED)
+        bad.delta(0, "x", (1,))
+        assert await bad.flushed()
+        assert await bad.decide(b"record")
+        assert await bad.end(COMPLETED)
+        assert not bad.fenced
         assert publisher.num_open_jobs == 1
         assert publisher.healthy
 
 
-async def test_a_meta_without_a_number_for_epoch_is_a_conflict_of_that_job(redis_server: RedisServer) -> None:
+@pytest.mark.parametrize(
+    "junk",
+    [
+        {"epoch": "abc"},
+        {"epoch": "nan"},
+        {"epoch": "1e300"},
+        {"attempts": "abc"},
+        {"attempts": str(2**63 - 1)},
+        {"attempts_without_progress": "1.5"},
+        {"began_ms": "abc"},
+    ],
+    ids=str,
+)
+async def test_hazard_junk_in_one_jobs_meta_is_a_conflict_of_that_job_and_no_outage(
+    redis_server: RedisServer, junk: dict[str, str]
+) -> None:
     async with running_publisher(redis_server.url) as publisher, Redis.from_url(redis_server.url) as redis:
-        await redis.hset(JobKeys.of("junk").meta, mapping={"epoch": "abc"})
+        meta: Any = {"epoch": "1", "origin": "jobs/0/7", "digest": DIGEST}
+        await redis.hset(JobKeys.of("junk").meta, mapping=meta | junk)
         with pytest.raises(JobError, match="junk") as caught:
-            await open_job(publisher, "junk")
+            async with asyncio.timeout(5):
+                await open_job(publisher, "junk")
+        assert publisher.num_failures == 0
+        assert (await open_job(publisher, "good")).outcome is Outcome.OPENED
     assert caught.value.code == "stream_conflict"
+
+
+async def test_hazard_a_log_that_takes_no_more_entries_costs_one_job_its_stream(
+    redis_server: RedisServer,
+) -> None:
+    async with running_publisher(redis_server.url) as publisher, Redis.from_url(redis_server.url) as redis:
+        stream = await open_stream(publisher, JOB)
+        await redis.xadd(JobKeys.of(JOB).log, {"foreign": "x"}, id=f"{2**64 - 1}-{2**64 - 1}")
+        stream.start()
+        assert await asyncio.wait_for(stream.flushed(), 5), "nobody waits for what can never be written"
+        assert publisher.num_failures == 0
 
 
 async def test_what_is_not_written_when_the_publisher_stops_is_raised_and_not_passed_over(

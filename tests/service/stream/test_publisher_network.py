@@ -8,13 +8,21 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from service.stream.keys import JobKeys
-from service.stream.scripts import APPEND, Script
+from service.stream.keys import APPEND, JobKeys, Script
 from service.wire.event import Event
 from tests.service.stream.one_job import JOB, assembled
 from tests.support.proxy import Direction, running_proxy
 from tests.support.redis import RedisServer
-from tests.support.streams import COMPLETED, DIGEST, FAST, eventually, log_events, open_job, running_publisher
+from tests.support.streams import (
+    COMPLETED,
+    DIGEST,
+    FAST,
+    eventually,
+    log_events,
+    open_job,
+    open_stream,
+    running_publisher,
+)
 
 pytestmark = pytest.mark.redis
 
@@ -24,7 +32,7 @@ async def cut_the_answer_to_the_first_write(redis_server: RedisServer, append: S
         running_proxy(redis_server.port) as proxy,
         running_publisher(proxy.url, append=append) as publisher,
     ):
-        await open_job(publisher, JOB)
+        stream = await open_stream(publisher, JOB)
 
         def cut(direction: Direction, chunk: bytes) -> None:
             if direction == "to_client":
@@ -33,13 +41,13 @@ async def cut_the_answer_to_the_first_write(redis_server: RedisServer, append: S
                 proxy.stall(direction)
 
         proxy.on_chunk = cut
-        publisher.start(JOB, 1)
-        publisher.delta(JOB, 1, 0, "a", (1,))
+        stream.start()
+        stream.delta(0, "a", (1,))
         await eventually(lambda: proxy.on_chunk is None, "the answer to the write was cut off")
-        publisher.delta(JOB, 1, 0, "b", (2,))
+        stream.delta(0, "b", (2,))
         proxy.resume()
-        assert await publisher.flushed(JOB, 1)
-        assert await publisher.end(JOB, 1, COMPLETED)
+        assert await stream.flushed()
+        assert await stream.end(COMPLETED)
         assert proxy.num_connections >= 2
         async with Redis.from_url(redis_server.url) as redis:
             return await log_events(redis, JOB)
@@ -66,23 +74,23 @@ async def test_a_slow_redis_makes_deltas_merge_and_never_delays_or_piles_up(
 ) -> None:
     async with running_proxy(redis_server.port) as proxy, running_publisher(proxy.url) as publisher:
         ids = [f"job-{i}" for i in range(4)]
-        for job_id in ids:
-            await open_job(publisher, job_id)
-            publisher.start(job_id, 1)
-        await asyncio.gather(*(publisher.flushed(job_id, 1) for job_id in ids))
+        streams = [await open_stream(publisher, job_id) for job_id in ids]
+        for stream in streams:
+            stream.start()
+        await asyncio.gather(*(stream.flushed() for stream in streams))
         assert publisher.healthy
         proxy.stall("to_client")
         trips = publisher.num_round_trips
         for token in range(500):
-            for job_id in ids:
-                assert publisher.delta(job_id, 1, 0, "x", (token,))
+            for stream in streams:
+                assert stream.delta(0, "x", (token,))
             if token == 0:
                 await eventually(lambda: not publisher.healthy, "a stalled round trip is reported")
         assert publisher.num_round_trips == trips
         assert publisher.backlog_jobs == 4
         assert 0 < publisher.backlog_bytes < 100_000
         proxy.resume()
-        assert all(await asyncio.gather(*(publisher.flushed(job_id, 1) for job_id in ids)))
+        assert all(await asyncio.gather(*(stream.flushed() for stream in streams)))
         assert publisher.healthy
         async with Redis.from_url(redis_server.url) as redis:
             for job_id in ids:
@@ -94,14 +102,14 @@ async def test_a_slow_redis_makes_deltas_merge_and_never_delays_or_piles_up(
 async def test_a_redis_that_does_not_answer_is_given_up_and_asked_again(redis_server: RedisServer) -> None:
     config = replace(FAST, command_timeout_s=0.1)
     async with running_proxy(redis_server.port) as proxy, running_publisher(proxy.url, config) as publisher:
-        await open_job(publisher, JOB)
+        stream = await open_stream(publisher, JOB)
         proxy.stall("to_client")
-        publisher.start(JOB, 1)
+        stream.start()
         connections = proxy.num_connections
         await eventually(lambda: proxy.num_connections > connections, "it connects anew")
         assert not publisher.healthy
         proxy.resume()
-        assert await publisher.flushed(JOB, 1)
+        assert await stream.flushed()
         async with Redis.from_url(redis_server.url) as redis:
             assert len(await log_events(redis, JOB)) == 1
 
@@ -110,10 +118,12 @@ async def test_a_cancelled_command_never_hands_its_reply_to_the_next_caller(
     redis_server: RedisServer,
 ) -> None:
     num_jobs = 60
+    # Above every clock, so that each job's next one is told from all others.
+    epochs = [8_000_000_000_000_000 + 1_000 * i for i in range(num_jobs)]
     async with Redis.from_url(redis_server.url) as redis:
         for i in range(num_jobs):
             fields: Any = {
-                "epoch": i,
+                "epoch": epochs[i],
                 "origin": "jobs/0/7",
                 "digest": DIGEST,
             }
@@ -133,5 +143,5 @@ async def test_a_cancelled_command_never_hands_its_reply_to_the_next_caller(
                     assert isinstance(reply, asyncio.CancelledError)
                 else:
                     assert not isinstance(reply, BaseException)
-                    assert reply.epoch == i + 1 + round_no
+                    assert reply.epoch == epochs[i] + 1 + round_no
         assert proxy.num_connections == 1, "no command was broken off"

@@ -10,7 +10,7 @@ from service.stream.keys import JobKeys
 from service.stream.reader import read_stream
 from tests.service.stream.one_job import JOB, begin_and_follow, seen, words, write
 from tests.support.redis import RedisServer
-from tests.support.streams import COMPLETED, FAST, Followed, open_job, running_publisher
+from tests.support.streams import COMPLETED, FAST, Followed, open_stream, running_publisher
 
 pytestmark = pytest.mark.redis
 
@@ -19,17 +19,17 @@ async def test_subscribing_after_dispatch_loses_the_first_events_unless_the_log_
     redis_server: RedisServer,
 ) -> None:
     async with running_publisher(redis_server.url) as publisher, Redis.from_url(redis_server.url) as redis:
-        await open_job(publisher, JOB)
+        stream = await open_stream(publisher, JOB)
         early = Followed(redis, JOB)
-        publisher.start(JOB, 1)
-        await write(publisher, range(10))
+        stream.start()
+        await write(stream, range(10))
         async with redis.pubsub() as naive:
             await naive.subscribe(JobKeys.of(JOB).live)
             assert (await naive.get_message(timeout=5))["type"] == "subscribe"
             late = Followed(redis, JOB)
             await late.until(seen(11))
-            await write(publisher, range(10, 20))
-            assert await publisher.end(JOB, 1, COMPLETED)
+            await write(stream, range(10, 20))
+            assert await stream.end(COMPLETED)
             first = await naive.get_message(timeout=5)
             assert b'"seq":11' in first["data"], "control: pub/sub alone begins in the middle"
         after_the_end = Followed(redis, JOB)
@@ -45,11 +45,11 @@ async def test_a_new_attempt_with_reused_sequence_numbers_loses_no_token(redis_s
         running_publisher(redis_server.url) as new,
         Redis.from_url(redis_server.url) as redis,
     ):
-        live = await begin_and_follow(old, redis, 5)
-        await open_job(new, JOB)
-        new.start(JOB, 2)
-        await write(new, range(5, 9), epoch=2)
-        assert await new.end(JOB, 2, COMPLETED)
+        _, live = await begin_and_follow(old, redis, 5)
+        stream = await open_stream(new, JOB)
+        stream.start()
+        await write(stream, range(5, 9))
+        assert await stream.end(COMPLETED)
         for followed in (live, Followed(redis, JOB)):
             assert (await followed.verdict()).complete
             assert followed.assembler.texts() == [words(9)]
@@ -65,8 +65,8 @@ async def test_a_job_without_a_stream_ends_with_a_verdict_that_says_so(
         Redis.from_url(redis_server.url, decode_responses=decode) as redis,
     ):
         waiting = Followed(redis, JOB)
-        await open_job(publisher, JOB, stream=False)
-        await publisher.end(JOB, 1, COMPLETED)
+        stream = await open_stream(publisher, JOB, stream=False)
+        await stream.end(COMPLETED)
         for followed in (waiting, Followed(redis, JOB)):
             verdict = await followed.verdict()
             assert verdict.status == "completed"
@@ -78,12 +78,12 @@ async def test_a_client_that_decodes_responses_can_read_too(redis_server: RedisS
         running_publisher(redis_server.url) as publisher,
         Redis.from_url(redis_server.url, decode_responses=True) as redis,
     ):
-        await open_job(publisher, JOB)
+        stream = await open_stream(publisher, JOB)
         followed = Followed(redis, JOB, replace(FAST, heartbeat_s=0.02))
-        publisher.start(JOB, 1)
-        await write(publisher, range(3), text="é")
+        stream.start()
+        await write(stream, range(3), text="é")
         await followed.until(seen(4))
-        await publisher.end(JOB, 1, COMPLETED)
+        await stream.end(COMPLETED)
         assert (await followed.verdict()).complete
 
 

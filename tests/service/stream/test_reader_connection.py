@@ -12,7 +12,7 @@ from service.stream.reader import Verdict, read_stream
 from tests.service.stream.one_job import JOB, begin_and_follow, seen, write
 from tests.support.proxy import running_proxy
 from tests.support.redis import RedisServer
-from tests.support.streams import COMPLETED, FAST, Followed, eventually, open_job, running_publisher
+from tests.support.streams import COMPLETED, FAST, Followed, eventually, open_stream, running_publisher
 
 pytestmark = pytest.mark.redis
 
@@ -28,15 +28,15 @@ async def test_a_silent_resubscription_after_a_reconnect_replays_the_log(
         Redis.from_url(redis_server.url, retry=retry) as redis,
         Redis.from_url(redis_server.url) as admin,
     ):
-        await open_job(publisher, JOB)
+        stream = await open_stream(publisher, JOB)
         followed = Followed(redis, JOB)
-        publisher.start(JOB, 1)
+        stream.start()
         for token in range(0, 30, 3):
-            await write(publisher, range(token, token + 2))
+            await write(stream, range(token, token + 2))
             await followed.until(seen(token + 3))
             await admin.client_kill_filter(_type="pubsub")
-            await write(publisher, range(token + 2, token + 3))
-        await publisher.end(JOB, 1, COMPLETED)
+            await write(stream, range(token + 2, token + 3))
+        await stream.end(COMPLETED)
         assert (await followed.verdict()).complete
         assert followed.gaps == []
         assert [event.seq for event in followed.events] == list(range(32))
@@ -50,11 +50,11 @@ async def test_a_slow_subscriber_is_cut_by_redis_and_resumes_from_the_log(redis_
         Redis.from_url(redis_server.url) as admin,
     ):
         await admin.config_set("client-output-buffer-limit", "pubsub 262144 262144 60")
-        followed = await begin_and_follow(publisher, redis)
+        stream, followed = await begin_and_follow(publisher, redis)
         followed.may_go_on.clear()
         connections = proxy.num_connections
-        await write(publisher, range(150), text="x" * 100_000)
-        await publisher.end(JOB, 1, COMPLETED)
+        await write(stream, range(150), text="x" * 100_000)
+        await stream.end(COMPLETED)
         assert not await admin.client_list(_type="pubsub"), "Redis has cut the reader off"
         followed.may_go_on.set()
         assert (await followed.verdict()).complete
@@ -69,11 +69,11 @@ async def test_a_half_open_connection_is_noticed_by_an_unanswered_ping(redis_ser
         running_proxy(redis_server.port) as proxy,
         Redis.from_url(proxy.url) as redis,
     ):
-        followed = await begin_and_follow(publisher, redis)
+        stream, followed = await begin_and_follow(publisher, redis)
         connections = proxy.num_connections
         proxy.stall("to_client")
-        await write(publisher, range(3))
-        await publisher.end(JOB, 1, COMPLETED)
+        await write(stream, range(3))
+        await stream.end(COMPLETED)
         await eventually(lambda: proxy.num_connections > connections, "the reader connects anew")
         proxy.cut()
         proxy.resume()
@@ -91,8 +91,8 @@ async def test_waiting_longer_than_the_clients_socket_timeout_breaks_nothing(
         followed = Followed(redis, JOB, replace(FAST, heartbeat_s=0.15))
         await eventually(lambda: proxy.chunks["to_server"] > 8, "several heartbeats have passed")
         assert proxy.num_connections == 2, "one for the channel, one for the log"
-        await open_job(publisher, JOB)
-        await publisher.end(JOB, 1, COMPLETED)
+        stream = await open_stream(publisher, JOB)
+        await stream.end(COMPLETED)
         assert (await followed.verdict()).complete
 
 
@@ -118,6 +118,5 @@ async def test_a_redis_that_is_away_is_waited_for_within_the_limit(redis_server:
         followed = Followed(redis, JOB)
         redis_server.start()
         async with running_publisher(redis_server.url) as publisher:
-            await open_job(publisher, JOB)
-            await publisher.end(JOB, 1, COMPLETED)
+            await (await open_stream(publisher, JOB)).end(COMPLETED)
             assert isinstance(await followed.verdict(), Verdict)

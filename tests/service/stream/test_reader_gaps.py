@@ -8,9 +8,17 @@ from redis.asyncio import Redis
 from service.stream.keys import JobKeys
 from service.stream.reader import Gap
 from service.wire.event import Delta, Event, Start, encode_event
-from tests.service.stream.one_job import JOB, begin_and_follow, seen, words, write
+from tests.service.stream.one_job import JOB, begin_and_follow, seen, write
 from tests.support.redis import RedisServer
-from tests.support.streams import COMPLETED, FAST, Followed, open_job, running_publisher
+from tests.support.streams import (
+    COMPLETED,
+    FAST,
+    Followed,
+    open_job,
+    open_stream,
+    running_publisher,
+    stream_of,
+)
 
 pytestmark = pytest.mark.redis
 
@@ -19,18 +27,17 @@ async def test_a_redis_that_lost_its_memory_is_a_gap_for_the_late_and_none_for_t
     redis_server: RedisServer,
 ) -> None:
     async with running_publisher(redis_server.url) as publisher, Redis.from_url(redis_server.url) as redis:
-        early = await begin_and_follow(publisher, redis, 5)
+        stream, early = await begin_and_follow(publisher, redis, 5)
         redis_server.stop()
         redis_server.start()
-        publisher.delta(JOB, 1, 0, "5 ", (5,))
-        assert await publisher.flushed(JOB, 1)
+        await write(stream, range(5, 6))
         late = Followed(redis, JOB)
         await late.until(seen(1))
-        await publisher.end(JOB, 1, COMPLETED)
+        await stream.end(COMPLETED)
         assert (await early.verdict()).complete
         assert early.gaps == []
         verdict = await late.verdict()
-        assert late.gaps == [Gap((0, 0), (1, 6))]
+        assert late.gaps == [Gap((0, 0), (stream.epoch, 6))]
         assert verdict.status == "completed"
         assert not verdict.complete
 
@@ -41,18 +48,37 @@ async def test_a_log_that_begins_anew_voids_what_was_read(redis_server: RedisSer
         running_publisher(redis_server.url) as new,
         Redis.from_url(redis_server.url) as redis,
     ):
-        followed = await begin_and_follow(old, redis, 9)
-        old.abandon(JOB, 1)
+        stream, followed = await begin_and_follow(old, redis, 9)
+        stream.abandon()
         redis_server.stop()
         redis_server.start()
-        assert (await open_job(new, JOB)).epoch == 1, "Redis knows of no earlier attempt"
-        new.start(JOB, 1)
-        await write(new, range(2))
-        await new.end(JOB, 1, COMPLETED)
+        opened = await open_job(new, JOB)
+        assert opened.attempts == 1, "Redis knows of no earlier attempt"
+        assert opened.epoch > stream.epoch
+        stream = stream_of(opened)
+        stream.start()
+        await write(stream, range(2), text="anew ")
+        await stream.end(COMPLETED)
         verdict = await followed.verdict()
-        assert followed.gaps[0].restarted
-        assert followed.assembler.texts() == [words(2)]
+        assert followed.assembler.texts() == ["anew anew "]
+        assert followed.gaps == []
         assert verdict.complete
+
+
+async def test_a_log_that_begins_anew_at_a_lower_epoch_voids_what_was_read(redis_server: RedisServer) -> None:
+    """Redis forgot, and its clock was set back meanwhile."""
+    async with running_publisher(redis_server.url) as publisher, Redis.from_url(redis_server.url) as redis:
+        stream, followed = await begin_and_follow(publisher, redis, 9)
+        stream.abandon()
+        redis_server.flush()
+        lower = stream.epoch - 1
+        anew: list[Event] = [Start(JOB, lower, (0,)), Delta(JOB, lower, 1, 0, "anew", (1,))]
+        for event in anew:
+            await redis.xadd(JobKeys.of(JOB).log, {"event": encode_event(event)})
+        await redis.client_kill_filter(_type="pubsub")
+        await followed.until(lambda reader: reader.assembler.texts() == ["anew"])
+        assert followed.gaps == [Gap((stream.epoch, 10), (lower, 0), restarted=True)]
+        await followed.leave()
 
 
 async def test_a_trimmed_log_is_a_gap_told_and_not_skipped(redis_server: RedisServer) -> None:
@@ -61,15 +87,14 @@ async def test_a_trimmed_log_is_a_gap_told_and_not_skipped(redis_server: RedisSe
         running_publisher(redis_server.url, config) as publisher,
         Redis.from_url(redis_server.url) as redis,
     ):
-        await open_job(publisher, JOB)
-        publisher.start(JOB, 1)
-        await write(publisher, range(300))
-        await publisher.end(JOB, 1, COMPLETED)
+        stream = await open_stream(publisher, JOB)
+        await write(stream, range(300))
+        await stream.end(COMPLETED)
         followed = Followed(redis, JOB)
         verdict = await followed.verdict()
         (gap,) = followed.gaps
         assert gap.expected == (0, 0)
-        assert gap.found == (1, followed.events[0].seq)
+        assert gap.found == (stream.epoch, followed.events[0].seq)
         assert "events are missing" in verdict.problems
 
 
@@ -77,8 +102,7 @@ async def test_a_message_lost_on_the_channel_is_healed_from_the_log_or_told(
     redis_server: RedisServer,
 ) -> None:
     keys = JobKeys.of(JOB)
-    async with Redis.from_url(redis_server.url) as redis:
-        followed = Followed(redis, JOB)
+    async with Redis.from_url(redis_server.url) as redis, Followed(redis, JOB) as followed:
 
         async def emit(event: Event, *, logged: bool = True, published: bool = True) -> None:
             if logged:
@@ -97,4 +121,24 @@ async def test_a_message_lost_on_the_channel_is_healed_from_the_log_or_told(
         await emit(Delta(JOB, 1, 4, 0, "d", (4,)), logged=False)
         await followed.until(seen(4))
         assert followed.gaps == [Gap((1, 3), (1, 4))]
-        await followed.leave()
+
+
+async def test_hazard_a_log_that_is_ahead_of_the_channel_was_taken_for_one_that_begins_anew(
+    redis_server: RedisServer,
+) -> None:
+    """The reader reads the log for an event, and finds there what the channel brings next."""
+    keys = JobKeys.of(JOB)
+    first: list[Event] = [Start(JOB, 1, (0,)), Delta(JOB, 1, 1, 0, "a", (1,))]
+    second: list[Event] = [Start(JOB, 2, (1,)), *(Delta(JOB, 2, seq, 0, "b", (2,)) for seq in range(1, 5))]
+    async with Redis.from_url(redis_server.url) as redis, Followed(redis, JOB) as followed:
+        for event in first:
+            await redis.xadd(keys.log, {"event": encode_event(event)})
+        await redis.publish(keys.live, encode_event(first[1]))
+        await followed.until(seen(2))
+        for event in second:
+            await redis.xadd(keys.log, {"event": encode_event(event)})
+        for event in second[:1] + second[2:]:  # one message is lost on the way
+            await redis.publish(keys.live, encode_event(event))
+        await followed.until(seen(7))
+        assert followed.gaps == []
+        assert followed.events == [*first, *second]

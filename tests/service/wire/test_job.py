@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 from service.errors import JobError
 from service.wire import Job, parse_job
 
+STAMP_MS = 1_900_000_000_000
+"""Of every record here."""
+
 
 def job(**fields: Any) -> Job:
     given_prompt = fields.keys() & {"messages", "prompt", "prompt_token_ids"}
     document = {"id": "job-1", **({} if given_prompt else {"prompt": "hi"}), **fields}
-    return parse_job(orjson.dumps(document), key=None, timestamp_ms=1_000)
+    return parse_job(orjson.dumps(document), key=None, timestamp_ms=STAMP_MS)
 
 
 def test_defaults() -> None:
@@ -50,14 +53,32 @@ def test_logit_bias_is_sorted_by_token_id() -> None:
     ("deadline", "at_ms"),
     [
         (None, None),
-        (2.5, 3_500),
-        (1, 2_000),
+        (2.5, STAMP_MS + 2_500),
+        (1, STAMP_MS + 1_000),
         ("1970-01-01T00:00:09Z", 9_000),
         ("1970-01-01t01:00:09.250+01:00", 9_250),
     ],
 )
 def test_deadline_counts_from_the_records_timestamp(deadline: Any, at_ms: int | None) -> None:
-    assert job(deadline=deadline).deadline_at_ms(1_000) == at_ms
+    assert job(deadline=deadline).deadline_at_ms(STAMP_MS) == at_ms
+
+
+@pytest.mark.parametrize(
+    "no_time", [-1, 0, STAMP_MS // 1_000, STAMP_MS * 1_000, 999_999_999_999, 4_102_444_800_000]
+)
+def test_hazard_a_stamp_in_another_unit_would_expire_the_job_at_once_or_never(no_time: int) -> None:
+    document = {"id": "job-1", "prompt": "hi", "deadline": 30}
+    with pytest.raises(JobError, match=rf"deadline: .* {no_time} ms is none; give a time"):
+        parse_job(orjson.dumps(document), key=None, timestamp_ms=no_time)
+    absolute = orjson.dumps({**document, "deadline": "2030-01-31T12:00:00Z"})
+    assert parse_job(absolute, key=None, timestamp_ms=no_time).deadline is not None
+
+
+@pytest.mark.parametrize("stamp_ms", [1_000_000_000_000, 4_102_444_799_999])
+def test_seconds_count_from_any_stamp_of_this_century(stamp_ms: int) -> None:
+    document = orjson.dumps({"id": "job-1", "prompt": "hi", "deadline": 30})
+    timed = parse_job(document, key=None, timestamp_ms=stamp_ms)
+    assert timed.deadline_at_ms(stamp_ms) == stamp_ms + 30_000
 
 
 def test_seeds_are_fixed_by_the_job_so_that_a_redelivery_samples_the_same() -> None:
@@ -134,7 +155,7 @@ def test_any_bytes_give_a_job_or_a_job_error(value: bytes, key: bytes) -> None:
 def _parse_or_refuse(value: bytes, key: bytes | None = b"k") -> None:
     refused = None
     try:
-        parsed = parse_job(value, key=key, timestamp_ms=0)
+        parsed = parse_job(value, key=key, timestamp_ms=STAMP_MS)
     except JobError as error:
         refused = error
     if refused is None:

@@ -1,5 +1,6 @@
 """What handling a job's output costs from its tokens to its result and back to its reader, counted, not timed."""
 
+import asyncio
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -8,11 +9,10 @@ import pytest
 
 from scheduler.spec import FinishReason
 from service.ingest.delivery import Delivery
-from service.stream.assemble import Fed, StreamAssembler
+from service.stream.assemble import Fed, ResumedChoice, StreamAssembler
 from service.stream.config import StreamConfig
-from service.stream.outbox import Attempt, Outbox
-from service.stream.resume import ResumedChoice
-from service.stream.scripts import APPEND, AppendReply
+from service.stream.keys import APPEND, AppendReply
+from service.stream.writer import Attempt, AttemptWriter
 from service.text import load_tokenizer
 from service.wire.common import TokenLogprob
 from service.wire.decode import parse_job
@@ -31,7 +31,7 @@ SIZES = (1_000, 2_000, 4_000)
 
 
 class Output:
-    """One job's way through detokenizer and outbox, a token a step, as Progress and the publisher do it."""
+    """One job's way through detokenizer and stream writer, a token a step, as Progress and the publisher do it."""
 
     def __init__(self) -> None:
         value = orjson.dumps({"id": JOB, "prompt": "p", "return_token_ids": True, "logprobs": 0})
@@ -41,7 +41,14 @@ class Output:
         self.choice = ChoiceRun(0, JOB, load_tokenizer(None).detokenizer([], STOP), frozenset())
         self.run.choices = [self.choice]
         attempt = Attempt(JOB, 1, "w", "jobs/0/1", DIGEST, streamed=True)
-        self.outbox = Outbox(attempt, (ResumedChoice(),), StreamConfig(), APPEND)
+        self.writer = AttemptWriter(
+            attempt,
+            (ResumedChoice(),),
+            StreamConfig(),
+            APPEND,
+            mark=lambda _: None,
+            on_closed=lambda _: None,
+        )
 
     def add(self, num_tokens: int) -> None:
         for number in range(num_tokens):
@@ -49,17 +56,25 @@ class Output:
             text = self.choice.take((token_id,))
             logprobs = (TokenLogprob(text, token_id, -0.5, ()),)
             self.choice.logprobs.extend(logprobs)
-            self.outbox.delta(0, text, (token_id,), logprobs)
-            self.outbox.command()
-            self.outbox.acknowledge(AppendReply.WRITTEN)
+            self.writer.delta(0, text, (token_id,), logprobs)
+            self.writer.command()
+            self.writer.acknowledge(AppendReply.WRITTEN)
 
     def end(self) -> bytes:
         """The terminal record."""
         self.choice.finish = FinishReason.LENGTH
         self.choice.close()
-        self.outbox.end(COMPLETED)
-        self.outbox.command()
-        return result_of(self.run, "completed", Targets(None, None), worker="w", now_s=9.0).encode()
+        record = result_of(self.run, "completed", Targets(None, None), worker="w", now_s=9.0).encode()
+        asyncio.run(self._decide_and_end(record))
+        return record
+
+    async def _decide_and_end(self, record: bytes) -> None:
+        for waiting in (self.writer.decide(record), self.writer.end(COMPLETED)):
+            task = asyncio.create_task(waiting)
+            await asyncio.sleep(0)
+            self.writer.command()
+            self.writer.acknowledge(AppendReply.WRITTEN)
+            assert await task
 
 
 def whole_job(num_tokens: int) -> None:
@@ -73,8 +88,8 @@ def merged_job(num_tokens: int) -> None:
     """A Redis that answers nothing until the end: everything merges into one delta."""
     output = Output()
     for _ in range(num_tokens):
-        output.outbox.delta(0, "x", (7,), None)
-    output.outbox.command()
+        output.writer.delta(0, "x", (7,))
+    output.writer.command()
 
 
 def read_stream(num_tokens: int) -> None:

@@ -24,10 +24,11 @@ READ_AHEAD = 2 * MAX_NUM_SEQS
 
 @dataclass
 class OpenSink:
-    """Publisher and producer as the rule sees them."""
+    """Publisher, producer and the leave to open jobs, as the rule sees them."""
 
     healthy: bool = True
     ready: bool = True
+    open: bool = True
 
 
 class Worker:
@@ -41,7 +42,14 @@ class Worker:
         self.scheduler = Scheduler(config)
         self.table = JobTable()
         self.sink = OpenSink()
-        self.credit = CreditRule(load_settings({}), self.scheduler, self.sink, self.sink, self.table)  # type: ignore[arg-type]
+        self.credit = CreditRule(
+            load_settings({}),
+            self.scheduler,
+            self.sink,  # type: ignore[arg-type]
+            self.sink,  # type: ignore[arg-type]
+            self.table,
+            may_open=lambda: self.sink.open,
+        )
         self._offsets = count()
 
     def fetch(self, n: int | None) -> JobRun:
@@ -133,11 +141,11 @@ def test_the_most_choices_are_forgotten_slowly_and_learnt_at_once() -> None:
     assert worker.credit() == READ_AHEAD // 16
 
 
-@pytest.mark.parametrize(("healthy", "ready"), [(False, True), (True, False)])
-def test_nothing_comes_in_while_the_way_out_is_blocked(healthy: bool, ready: bool) -> None:
+@pytest.mark.parametrize("blocked", ["healthy", "ready", "open"])
+def test_nothing_comes_in_while_the_way_out_is_blocked(blocked: str) -> None:
     worker = Worker()
-    worker.sink.healthy, worker.sink.ready = healthy, ready
+    setattr(worker.sink, blocked, False)
     assert worker.credit() == 0
     assert not worker.credit.has_returned()
-    worker.sink.healthy = worker.sink.ready = True
+    setattr(worker.sink, blocked, True)
     assert worker.credit.has_returned()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from aiokafka.protocol.fetch import FetchRequest
 
-from service.ingest import patience
-from service.ingest.patience import PAUSE_S, is_empty, patient
+from service.ingest import fetch_throttle
+from service.ingest.fetch_throttle import PAUSE_S, FetchThrottle, is_empty
 
 REQUEST = FetchRequest(max_wait_time=500, min_bytes=1, max_bytes=1, isolation_level=0, topics=[], rack_id="")
 
@@ -31,7 +31,7 @@ async def pauses_after(answer: Any, request: Any = REQUEST, held_s: float = 0.0)
         await asyncio.sleep(held_s)
         return answer
 
-    assert await patient(send, sleep)(1, request, group=0) is answer
+    assert await FetchThrottle(send, sleep)(1, request, group=0) is answer
     return pauses
 
 
@@ -49,7 +49,7 @@ async def test_what_is_no_fetch_is_none_of_our_business() -> None:
 
 
 async def test_a_broker_that_holds_fetches_is_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "HELD_S", 0.0)
+    monkeypatch.setattr(fetch_throttle, "HELD_S", 0.0)
     assert await pauses_after(response((0, 0, b""))) == []
 
 

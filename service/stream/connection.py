@@ -1,12 +1,17 @@
-"""One connection to Redis that only its owner uses, for whole round trips of several commands."""
+"""One connection to Redis that only its owner uses, for whole round trips of several commands.
+
+Commands are packed here, in advance where they repeat: redis-py packs argument by argument, and with one script call
+per job and step that is most of the cost of a step.
+"""
 
 import asyncio
 import contextlib
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from redis.asyncio import Connection, ConnectionPool
+from redis import asyncio as redis_asyncio
 from redis.exceptions import RedisError, ResponseError
 
 from service.stream.config import StreamConfig
@@ -14,8 +19,31 @@ from service.stream.config import StreamConfig
 UNAVAILABLE = (RedisError, OSError, TimeoutError)
 """What a command may raise when the connection or the server is no good."""
 
+_FOREIGN_VALUE = re.compile(
+    r"WRONGTYPE|value is not an integer|would overflow|exhausted the last possible ID"
+    r"|attempt to (?:compare|perform arithmetic|concatenate)"
+)
 
-class Link:
+
+def concerns_one_job(error: Exception) -> bool:
+    """Whether a reply blames the value under a job's key: another program wrote it, and only that job is hurt.
+
+    Everything else (OOM, READONLY, MISCONF, NOPERM, LOADING, …) is the server's or the operator's, however it is
+    wrapped: before version 7 Redis hides the code of an error raised inside a script in the middle of a sentence.
+    """
+    return isinstance(error, ResponseError) and _FOREIGN_VALUE.search(str(error)) is not None
+
+
+def pack_args(args: Sequence[bytes]) -> bytes:
+    return b"".join([b"$%d\r\n%b\r\n" % (len(arg), arg) for arg in args])
+
+
+def pack_command(*args: bytes | str | int) -> bytes:
+    encoded = [arg if isinstance(arg, bytes) else str(arg).encode() for arg in args]
+    return b"*%d\r\n" % len(encoded) + pack_args(encoded)
+
+
+class Connection:
     """Sends commands in one write and reads their replies in order.
 
     A round trip that fails, times out or is cancelled closes the connection, so that a late reply can never
@@ -25,9 +53,11 @@ class Link:
     def __init__(self, config: StreamConfig, client_name: str) -> None:
         self._config = config
         # Without a socket timeout: redis-py would start a task for every write to watch it.
-        pool = ConnectionPool.from_url(config.url, protocol=2, socket_timeout=None, client_name=client_name)
+        pool = redis_asyncio.ConnectionPool.from_url(
+            config.url, protocol=2, socket_timeout=None, client_name=client_name
+        )
         # redis-py leaves the two calls below without annotations.
-        self._connection: Connection = pool.make_connection()  # type: ignore[no-untyped-call]
+        self._connection: redis_asyncio.Connection = pool.make_connection()  # type: ignore[no-untyped-call]
 
     @property
     def connected(self) -> bool:

@@ -1,15 +1,14 @@
-"""What one attempt at a job still has to write to its stream: numbered once sent, merged until then."""
+"""Writes the stream of one attempt at a job: events are numbered when first sent, and merged until then."""
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from service.stream.assemble import ResumedChoice
 from service.stream.config import StreamConfig
-from service.stream.keys import JobKeys
-from service.stream.resp import pack_args
-from service.stream.resume import ResumedChoice
-from service.stream.scripts import AppendReply, Script
+from service.stream.connection import pack_args
+from service.stream.keys import AppendReply, JobKeys, Script
 from service.wire.common import ErrorInfo, FinishReason, Status, TokenLogprob, Usage
 from service.wire.event import Delta, End, Start, encode_delta, encode_end, encode_start
 
@@ -24,10 +23,14 @@ class Attempt:
     job_id: str
     epoch: int
     writer: str
-    """A nonce: tells apart two attempts that got one epoch from a Redis that lost its memory between them."""
+    """A nonce: tells apart two attempts that got one epoch from a Redis that lost its memory and whose clock was set
+    back."""
     origin: str
     digest: str
     streamed: bool
+    number: int = 1
+    """How often the record was begun, this time included."""
+    deployment: str = ""
     worker: str = ""
 
 
@@ -46,35 +49,54 @@ class Ending:
     finish_reason: FinishReason | None
     usage: Usage
     error: ErrorInfo | None = None
+    refused: bool = False
+    """Nothing of the job was run, and its id stays free for another record."""
 
 
-class Outbox:
-    """Events in the order start, deltas, end.
+class AttemptWriter:
+    """Events in the order start, deltas, end. Event loop only; the write loop carries what is due to Redis.
 
     What was sent keeps its seq and bytes until acknowledged, so that it can be sent again; what was not is
-    merged per choice. Both are bounded by the job's max_tokens.
+    merged per choice. Both are bounded by the job's max_tokens. Once a newer attempt has the stream, or this one was
+    given up, nothing more is written and every method answers False.
     """
 
     def __init__(
-        self, attempt: Attempt, resumed: Sequence[ResumedChoice], config: StreamConfig, script: Script
+        self,
+        attempt: Attempt,
+        resumed: Sequence[ResumedChoice],
+        config: StreamConfig,
+        script: Script,
+        *,
+        mark: Callable[["AttemptWriter"], None],
+        on_closed: Callable[["AttemptWriter"], None],
     ) -> None:
+        """`mark` tells the write loop that something is due; `on_closed` hears of the end, by whatever way."""
         self.attempt = attempt
         self.closed = False
         """Nothing more will be written."""
         self.fenced = False
         """Closed because a later attempt has taken over."""
-        self._last_word = True
-        """What is answered to those who wait once nothing more will be written."""
+        self.ended = False
+        """Closed because the end event is in Redis."""
+        self._mark = mark
+        self._on_closed = on_closed
+        self._final_answer = True
+        """What those who wait are told once nothing more will be written."""
         self._error: Exception | None = None
         self.backlog_bytes = 0
         self._resumed_tokens = tuple(len(choice.token_ids) for choice in resumed)
         self._hashes = [hashlib.sha256(choice.text.encode()) for choice in resumed]
         self._start: Start | None = None
         self._started = False
-        self._pending: dict[int, _Merged] = {}
+        self._unsent: dict[int, _Merged] = {}
+        self._record = b""
+        """The terminal record that was decided, until the end is in Redis."""
+        self._decided = b""
+        """The same while it is to be written."""
         self._ending: Ending | None = None
         self._sent: list[bytes] = []
-        self._sent_end = b""
+        self._sent_decided = self._sent_end = b""
         self._acknowledged_seq = 0
         self._next_seq = 0
         self._num_enqueued = 0
@@ -84,60 +106,116 @@ class Outbox:
         self._prefix = _prefix(attempt, config, script)
 
     @property
+    def epoch(self) -> int:
+        return self.attempt.epoch
+
+    @property
     def dirty(self) -> bool:
         """Whether something waits to be written for the first time or again."""
         return not self.closed and self._num_acknowledged < self._num_enqueued
 
-    def discard_resumed(self) -> None:
+    def restart(self) -> None:
         """Begin at the first token after all: what earlier attempts streamed cannot be continued. Before start()."""
         assert not self._started, f"job {self.attempt.job_id} has already announced what it continues"
         self._resumed_tokens = tuple(0 for _ in self._resumed_tokens)
         self._hashes = [hashlib.sha256() for _ in self._hashes]
 
-    def start(self, attempt: int = 0) -> None:
-        if self.closed or self._started or not self.attempt.streamed:
-            return
-        self._started = True
-        self._start = Start(
-            self.attempt.job_id,
-            self.attempt.epoch,
-            self._resumed_tokens,
-            attempt=attempt,
-            worker=self.attempt.worker,
-        )
-        self._num_enqueued += 1
+    def start(self) -> bool:
+        """Enqueue the start event, before the first delta."""
+        if self.closed:
+            return False
+        if self.attempt.streamed and not self._started:
+            self._started = True
+            self._start = Start(
+                self.attempt.job_id,
+                self.attempt.epoch,
+                self._resumed_tokens,
+                attempt=self.attempt.number,
+                worker=self.attempt.worker,
+            )
+            self._enqueue()
+        return True
 
     def delta(
-        self, index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
-    ) -> None:
-        if self.closed or not self.attempt.streamed:
-            return
+        self,
+        index: int,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob] | None = None,
+    ) -> bool:
+        """Enqueue tokens of one choice and the text they released."""
+        if self.closed:
+            return False
+        if not self.attempt.streamed:
+            return True
         assert self._ending is None, f"a delta of job {self.attempt.job_id} after its end"
         self.start()
         self._hashes[index].update(text.encode())
-        self._num_enqueued += 1
         self.backlog_bytes += len(text) + _TOKEN_BYTES * len(token_ids)
-        merged = self._pending.get(index)
+        merged = self._unsent.get(index)
         if merged is None:
-            self._pending[index] = merged = _Merged([text], list(token_ids))
+            self._unsent[index] = merged = _Merged([text], list(token_ids))
         else:
             merged.texts.append(text)
             merged.token_ids.extend(token_ids)
         if logprobs:
             merged.logprobs.extend(logprobs)
+        self._enqueue()
+        return True
 
-    def end(self, ending: Ending) -> None:
-        self.start()
-        self._ending = ending
+    async def flushed(self) -> bool:
+        """Wait until all that was enqueued so far is in the log. Raises DependencyError when the publisher stops
+        before that."""
+        return await self._when_acknowledged()
+
+    async def decide(self, record: bytes) -> bool:
+        """Settle what the job's terminal record is, before anybody else can see it.
+
+        When it returns, all deltas are in the log and the record stands beside it: an attempt that takes the job over
+        sends these bytes and no others. May be called again as long as Kafka never accepted the record.
+        Raises DependencyError as `flushed` does.
+        """
+        if not self.closed:
+            self.start()
+            self._record = self._decided = record
+            self.backlog_bytes += len(record)
+            self._enqueue()
+        return await self._when_acknowledged()
+
+    async def end(self, ending: Ending) -> bool:
+        """Write the end event and mark the job as ended, in one step.
+
+        Only after the result is durable: from then on a redelivery of the record is suppressed. Raises DependencyError
+        as `flushed` does.
+        """
+        if not self.closed:
+            self.start()
+            self._ending = ending
+            self._enqueue()
+        return await self._when_acknowledged()
+
+    def keep_alive(self) -> None:
+        """Write at least once more, be it nothing: the keys live on, and are there again if Redis forgot them."""
+        if not self.closed and self._ending is None:
+            self._enqueue()
+
+    def abandon(self) -> None:
+        """Write nothing more; the next attempt continues from what is in the log."""
+        if not self.closed:
+            self.close(False)
+            self._on_closed(self)
+
+    def _enqueue(self) -> None:
         self._num_enqueued += 1
+        self._mark(self)
 
-    def when_acknowledged(self) -> "asyncio.Future[bool]":
+    def _when_acknowledged(self) -> "asyncio.Future[bool]":
         """Resolves when all that is enqueued now is in Redis (True), or never will be (False)."""
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if self._error is not None:
             future.set_exception(self._error)
         elif not self.dirty:
-            future.set_result(self._last_word)
+            future.set_result(self._final_answer)
         else:
             self._waiters.append((self._num_enqueued, future))
         return future
@@ -145,8 +223,9 @@ class Outbox:
     def command(self) -> bytes:
         """The script call that writes what is due: what was sent and not acknowledged, else what is new."""
         if self._num_sent == self._num_acknowledged:
-            self._encode_pending()
-        arguments = [self._sent_end, b"%d" % self._acknowledged_seq, *self._sent]
+            self._encode_unsent()
+        refused = b"1" if self._ending is not None and self._ending.refused else b"0"
+        arguments = [self._sent_decided, self._sent_end, refused, b"%d" % self._acknowledged_seq, *self._sent]
         return b"*%d\r\n%b%b" % (_NUM_PREFIX + len(arguments), self._prefix, pack_args(arguments))
 
     def acknowledge(self, reply: AppendReply) -> None:
@@ -154,21 +233,24 @@ class Outbox:
         if reply is AppendReply.FENCED:
             self.fence()
             return
-        self.backlog_bytes -= sum(map(len, self._sent))
-        self._sent = []
+        if reply is AppendReply.WRITTEN_AFTER_LOSS and self._record and not self._sent_decided:
+            self._decided = self._record
+            self._num_enqueued += 1
+        self.backlog_bytes -= sum(map(len, self._sent)) + len(self._sent_decided)
+        self._sent, self._sent_decided = [], b""
         self._acknowledged_seq = self._next_seq
         self._num_acknowledged = self._num_sent
         if self._waiters:
             self._resolve(self._num_acknowledged)
         if self._ending is not None and self._num_acknowledged == self._num_enqueued:
-            self.closed = True
+            self.closed = self.ended = True
 
-    def close(self, last_word: bool) -> None:
-        """Write nothing more. Everybody who waits is told `last_word`."""
+    def close(self, final_answer: bool) -> None:
+        """Write nothing more; all who wait are told `final_answer`."""
         self.closed = True
-        self._last_word = last_word
-        self._pending.clear()
-        self._sent = []
+        self._final_answer = final_answer
+        self._unsent.clear()
+        self._sent, self._sent_decided, self._decided, self._record = [], b"", b"", b""
         self.backlog_bytes = 0
         self._resolve(self._num_enqueued)
 
@@ -178,7 +260,7 @@ class Outbox:
         self.close(False)
 
     def fail(self, error: Exception) -> None:
-        """Nothing more can be written here; raised in everybody who waits."""
+        """Nothing more can be written here; raised in all who wait."""
         self.closed = True
         self._error = error
         for _, future in self._waiters:
@@ -189,29 +271,30 @@ class Outbox:
     def _resolve(self, up_to: int) -> None:
         for target, future in self._waiters:
             if target <= up_to and not future.done():
-                future.set_result(self._last_word)
+                future.set_result(self._final_answer)
         self._waiters = [waiter for waiter in self._waiters if waiter[0] > up_to]
 
-    def _encode_pending(self) -> None:
+    def _encode_unsent(self) -> None:
         job_id, epoch = self.attempt.job_id, self.attempt.epoch
         seq = self._next_seq
         if self._start is not None:
             self._sent.append(encode_start(self._start))
             self._start = None
             seq += 1
-        for index, merged in self._pending.items():
+        for index, merged in self._unsent.items():
             text = merged.texts[0] if len(merged.texts) == 1 else "".join(merged.texts)
             logprobs = tuple(merged.logprobs) if merged.logprobs else None
             delta = Delta(job_id, epoch, seq, index, text, tuple(merged.token_ids), logprobs)
             self._sent.append(encode_delta(delta))
             seq += 1
-        self._pending = {}
+        self._unsent = {}
+        self._sent_decided, self._decided = self._decided, b""
         if self._ending is not None:
             self._encode_end(self._ending, seq)
             seq += self.attempt.streamed
         self._next_seq = seq
         self._num_sent = self._num_enqueued
-        self.backlog_bytes = sum(map(len, self._sent))
+        self.backlog_bytes = sum(map(len, self._sent)) + len(self._sent_decided)
 
     def _encode_end(self, ending: Ending, seq: int) -> None:
         self._sent_end = ending.status.encode()
@@ -230,15 +313,15 @@ class Outbox:
             self._sent.append(encode_end(end))
 
 
-_NUM_PREFIX = 12
-"""EVALSHA, its hash, the number of keys, two keys and the seven arguments that stay the same."""
+_NUM_PREFIX = 14
+"""EVALSHA, its hash, the number of keys, two keys and the nine arguments that stay the same."""
 
 
 def _prefix(attempt: Attempt, config: StreamConfig, script: Script) -> bytes:
-    keys = JobKeys.of(attempt.job_id)
+    keys = JobKeys.of(attempt.job_id, config.namespace)
     constant = (
         "EVALSHA", script.sha, 2, keys.meta, keys.log,
         attempt.epoch, attempt.writer, config.ttl_s * 1000, config.max_log_entries, keys.live,
-        attempt.origin, attempt.digest,
+        attempt.origin, attempt.digest, attempt.deployment, attempt.number,
     )  # fmt: skip
     return pack_args([arg if isinstance(arg, bytes) else str(arg).encode() for arg in constant])

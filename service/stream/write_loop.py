@@ -1,20 +1,18 @@
 """Carries commands to Redis: all that is due in one round trip, again and again until it is acknowledged."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from redis.exceptions import ResponseError
 
 from service.errors import DependencyError
 from service.stream.backoff import Backoff
 from service.stream.config import StreamConfig
-from service.stream.link import UNAVAILABLE, Link
-from service.stream.outbox import Outbox
-from service.stream.resp import pack_command
-from service.stream.scripts import AppendReply, Script
+from service.stream.connection import UNAVAILABLE, Connection, concerns_one_job, pack_command
+from service.stream.keys import AppendReply
+from service.stream.writer import AttemptWriter
 
 _log = structlog.get_logger(__name__)
 
@@ -27,27 +25,33 @@ class _Request:
     reply: "asyncio.Future[Any]"
 
 
-class Pump:
+class WriteLoop:
     """One connection, one round trip in flight; what becomes due meanwhile is merged for the next one.
 
     A round trip with an unknown outcome is made again: requests must bear that, and the append script does.
     """
 
     def __init__(
-        self, config: StreamConfig, scripts: tuple[Script, ...], on_closed: Callable[[Outbox], None]
+        self,
+        config: StreamConfig,
+        check: Callable[[Connection], Awaitable[None]],
+        on_closed: Callable[[AttemptWriter], None],
     ) -> None:
+        """`check` prepares each new connection; nothing else is sent before it has returned."""
         self._config = config
-        self._scripts = scripts
+        self._check = check
         self._on_closed = on_closed
-        self._link = Link(config, "tailrace-publisher")
+        self._connection = Connection(config, "tailrace-publisher")
         self._backoff = Backoff(config, "redis_unavailable")
         self._requests: list[_Request] = []
-        self._due: dict[Outbox, None] = {}
+        self._due: dict[AttemptWriter, None] = {}
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._stopped = False
         self._in_flight_since: float | None = None
         self._working = False
+        self.problem: str | None = None
+        """Why the last attempt to reach Redis failed; None: it did not."""
         self.num_round_trips = 0
         self.round_trip_s = 0.0
         self.num_failures = 0
@@ -62,10 +66,10 @@ class Pump:
         )
         return self._working and not stalled
 
-    def mark(self, outbox: Outbox) -> None:
+    def mark(self, writer: AttemptWriter) -> None:
         if self._stopped:
-            outbox.fail(_stopped())
-        self._due[outbox] = None
+            writer.fail(_stopped())
+        self._due[writer] = None
         self._wake.set()
 
     async def request(self, command: bytes) -> Any:
@@ -101,28 +105,24 @@ class Pump:
                     await self._wait_for_work()
                     await self._round_trip()
                 except UNAVAILABLE as error:
-                    self._working = False
+                    self._working, self.problem = False, str(error) or type(error).__name__
                     self.num_failures += 1
-                    await self._link.close()
+                    await self._connection.close()
                     if self._stopping.is_set():
                         break
                     await self._pause(self._backoff.failed(error))
         finally:
             self._working = False
-            await self._link.close()
+            await self._connection.close()
             self._give_up()
 
     async def _connect(self) -> None:
-        if self._link.connected:
+        if self._connection.connected:
             return
-        await self._link.connect()
-        for reply in await self._link.round_trip(
-            [pack_command("SCRIPT", "LOAD", s.source) for s in self._scripts]
-        ):
-            if isinstance(reply, Exception):
-                raise reply
+        await self._connection.connect()
+        await self._check(self._connection)
         self._backoff.succeeded()
-        self._working = True
+        self._working, self.problem = True, None
 
     async def _wait_for_work(self) -> None:
         try:
@@ -134,26 +134,28 @@ class Pump:
 
     async def _round_trip(self) -> None:
         requests = [request for request in self._requests if not request.reply.done()]
-        outboxes = [outbox for outbox in self._due if outbox.dirty]
+        writers = [writer for writer in self._due if writer.dirty]
         self._requests, self._due = [], {}
-        commands = [request.command for request in requests] + [outbox.command() for outbox in outboxes]
+        commands = [request.command for request in requests] + [writer.command() for writer in writers]
         clock = asyncio.get_running_loop().time
         self._in_flight_since = started_s = clock()
         try:
-            replies = await self._link.round_trip(commands or [_PING])
+            replies = await self._connection.round_trip(commands or [_PING])
         except BaseException:
             self._requests[:0] = requests
-            self._due = dict.fromkeys(outboxes) | self._due
+            self._due = dict.fromkeys(writers) | self._due
             raise
         finally:
             self._in_flight_since = None
         self.num_round_trips += 1
         self.round_trip_s += clock() - started_s
         if commands:
-            self._distribute(requests, outboxes, replies)
-        self._working = True
+            self._distribute(requests, writers, replies)
+        elif isinstance(replies[0], Exception):
+            raise replies[0]
+        self._working, self.problem = True, None
 
-    def _distribute(self, requests: list[_Request], outboxes: list[Outbox], replies: list[Any]) -> None:
+    def _distribute(self, requests: list[_Request], writers: list[AttemptWriter], replies: list[Any]) -> None:
         """Raises the server's refusal after everything that did succeed has been noted."""
         refusal: Exception | None = None
         for request, reply in zip(requests, replies, strict=False):
@@ -161,35 +163,36 @@ class Pump:
                 continue
             if not isinstance(reply, Exception):
                 request.reply.set_result(reply)
-            elif _concerns_one_job(reply):
+            elif concerns_one_job(reply):
                 request.reply.set_exception(reply)
             else:
                 refusal = reply
                 self._requests.append(request)
-        for outbox, reply in zip(outboxes, replies[len(requests) :], strict=True):
-            if isinstance(reply, Exception) and not _concerns_one_job(reply):
+        for writer, reply in zip(writers, replies[len(requests) :], strict=True):
+            if isinstance(reply, Exception) and not concerns_one_job(reply):
                 refusal = reply
-                self._due[outbox] = None
+                self._due[writer] = None
             else:
-                if not outbox.closed:
-                    self._settle(outbox, reply)
+                if not writer.closed:
+                    self._settle(writer, reply)
         if refusal is not None:
             raise refusal
 
-    def _settle(self, outbox: Outbox, reply: Any) -> None:
+    def _settle(self, writer: AttemptWriter, reply: Any) -> None:
         if isinstance(reply, Exception):
-            _log.error("stream_unwritable", job_id=outbox.attempt.job_id, reason=str(reply))
-            # Its result still goes out, so whoever asks is told that there is nothing to wait for.
-            outbox.close(True)
+            _log.error("stream_unwritable", job_id=writer.attempt.job_id, reason=str(reply))
+            # Its result still goes out: all who wait are told that there is nothing to wait for.
+            writer.close(True)
+            self._on_closed(writer)
             return
-        outbox.acknowledge(AppendReply(reply))
+        writer.acknowledge(AppendReply(reply))
         if reply == AppendReply.WRITTEN_AFTER_LOSS:
             self.num_lost += 1
-            _log.warning("stream_lost_events", job_id=outbox.attempt.job_id, epoch=outbox.attempt.epoch)
-        if outbox.closed:
-            self._on_closed(outbox)
-        elif outbox.dirty:
-            self.mark(outbox)
+            _log.warning("stream_lost_events", job_id=writer.attempt.job_id, epoch=writer.attempt.epoch)
+        if writer.closed:
+            self._on_closed(writer)
+        elif writer.dirty:
+            self.mark(writer)
 
     async def _pause(self, seconds: float) -> None:
         try:
@@ -205,8 +208,8 @@ class Pump:
         for request in self._requests:
             if not request.reply.done():
                 request.reply.set_exception(error)
-        for outbox in self._due:
-            outbox.fail(error)
+        for writer in self._due:
+            writer.fail(error)
         self._requests, self._due = [], {}
 
 
@@ -217,10 +220,3 @@ def _forget(reply: "asyncio.Future[Any]") -> None:
 
 def _stopped() -> DependencyError:
     return DependencyError("the stream publisher has stopped and not everything was written to Redis")
-
-
-def _concerns_one_job(error: Exception) -> bool:
-    """Whether the refusal is about the keys of one job, not about the server."""
-    if type(error) is not ResponseError:
-        return False
-    return str(error).startswith(("WRONGTYPE", "user_script")) or getattr(error, "status_code", None) == "ERR"

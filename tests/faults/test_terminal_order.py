@@ -1,0 +1,158 @@
+"""A job has one terminal record, whatever happens between the moment it is decided and the moment its offset is
+committed: a kill, a cancellation, a deadline, a send that arrives late."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from service.stream.control import request_cancel
+from service.wire import Result
+from tests.support.kafka import KafkaBroker
+from tests.support.processes import reap
+from tests.support.proxy import Direction, Proxy, running_proxy
+from tests.support.redis import RedisServer
+from tests.support.service import ServiceUnderTest, new_service, running_worker
+
+pytestmark = [pytest.mark.kafka, pytest.mark.redis]
+
+END = b'"kind":"end"'
+
+
+@asynccontextmanager
+async def stopped_before(
+    redis_server: RedisServer, marker: bytes
+) -> AsyncIterator[tuple[Proxy, asyncio.Event]]:
+    """A proxy to Redis that lets nothing more through from the first piece on that holds `marker`."""
+    reached = asyncio.Event()
+
+    def watch(direction: Direction, chunk: bytes) -> None:
+        if direction == "to_server" and marker in chunk:
+            proxy.stall("to_server")
+            reached.set()
+
+    async with running_proxy(redis_server.port) as proxy:
+        proxy.on_chunk = watch
+        yield proxy, reached
+
+
+async def killed_before(service: ServiceUnderTest, marker: bytes, jobs: list[dict[str, object]]) -> None:
+    """A worker of its own is killed when it is about to write `marker` to Redis."""
+    async with stopped_before(service.redis_server, marker) as (proxy, reached):
+        first = service.spawn(worker_id="first", redis_url=proxy.url)
+        try:
+            await service.publish(jobs)
+            async with asyncio.timeout(30):
+                await reached.wait()
+        finally:
+            first.kill()
+            reap(first)
+
+
+async def ask_to_cancel(service: ServiceUnderTest, job_id: str) -> None:
+    from redis.asyncio import Redis
+
+    async with Redis.from_url(service.redis_server.url) as redis:
+        await request_cancel(redis, job_id)
+
+
+async def taken_over(service: ServiceUnderTest, job_id: str) -> list[Result]:
+    """All terminal records of the job after a second worker has settled it; the stream agrees with them."""
+    async with running_worker(service.settings(worker_id="second")):
+        stream = await service.read(job_id)
+    results = (await service.read_results())[job_id]
+    assert stream.verdict.complete
+    assert stream.verdict.status == results[-1].status
+    if results[-1].choices:
+        assert stream.text == results[-1].choices[0].text
+    return results
+
+
+async def test_completed_stays_completed_when_a_cancellation_follows_a_crash_between_result_and_end(
+    kafka: KafkaBroker, redis_server: RedisServer
+) -> None:
+    service = await new_service(kafka, redis_server, partitions=1)
+    await killed_before(service, END, [{"id": "done", "prompt": "x", "max_tokens": 12}])
+    await ask_to_cancel(service, "done")
+    before, after = await taken_over(service, "done")
+    assert before.status == "completed"
+    assert after == before, "the second record is the first one, byte for byte"
+
+
+async def test_cancelled_stays_cancelled_when_the_request_is_forgotten_after_a_crash_between_result_and_end(
+    kafka: KafkaBroker, redis_server: RedisServer
+) -> None:
+    service = await new_service(kafka, redis_server, partitions=1)
+    jobs = [{"id": "stopped", "prompt": "x", "max_tokens": 2000}]
+    async with stopped_before(redis_server, END) as (proxy, reached):
+        first = service.spawn(worker_id="first", redis_url=proxy.url, deterministic_step_ms="5")
+        try:
+            await service.publish(jobs)
+            await service.wait_for_tokens("stopped", 5)
+            await ask_to_cancel(service, "stopped")
+            async with asyncio.timeout(30):
+                await reached.wait()
+        finally:
+            first.kill()
+            reap(first)
+    with contextlib.closing(redis_server.client()) as client:
+        client.delete("tailrace:{stopped}:cancel")
+    before, after = await taken_over(service, "stopped")
+    assert before.status == "cancelled"
+    assert after == before
+
+
+@pytest.mark.parametrize("late", ["cancelled", "past its deadline"])
+async def test_a_job_whose_tokens_are_complete_ends_completed_whatever_comes_later(
+    kafka: KafkaBroker, redis_server: RedisServer, late: str
+) -> None:
+    """All tokens are in the log, and what was decided is not known."""
+    service = await new_service(kafka, redis_server, partitions=1)
+    job = {"id": "whole", "prompt": "x", "max_tokens": 12, "stop": ["\n"]}
+    if late != "cancelled":
+        job["deadline"] = 3.0
+    await killed_before(service, END, [job])
+    with contextlib.closing(redis_server.client()) as client:
+        assert client.hdel("tailrace:{whole}:meta", "decided") == 1
+    if late == "cancelled":
+        await ask_to_cancel(service, "whole")
+    else:
+        await asyncio.sleep(3.0)  # the deadline itself is what has to pass
+    for result in await taken_over(service, "whole"):
+        assert (result.status, result.usage.completion_tokens) == ("completed", 12)
+
+
+async def test_a_decided_result_outlives_an_evicted_log(
+    kafka: KafkaBroker, redis_server: RedisServer
+) -> None:
+    service = await new_service(kafka, redis_server, partitions=1)
+    await killed_before(service, END, [{"id": "evicted", "prompt": "x", "max_tokens": 12}])
+    with contextlib.closing(redis_server.client()) as client:
+        client.delete("tailrace:{evicted}:log")
+    before, after = await taken_over(service, "evicted")
+    assert after == before
+
+
+async def test_control_without_the_decided_record_a_cancellation_changes_the_outcome(
+    kafka: KafkaBroker, redis_server: RedisServer
+) -> None:
+    """The job is unfinished when it is cancelled, and its cancellation is forgotten: only the record tells."""
+    service = await new_service(kafka, redis_server, partitions=1)
+    async with stopped_before(redis_server, END) as (proxy, reached):
+        first = service.spawn(worker_id="first", redis_url=proxy.url, deterministic_step_ms="5")
+        try:
+            await service.publish([{"id": "stopped", "prompt": "x", "max_tokens": 400}])
+            await service.wait_for_tokens("stopped", 5)
+            await ask_to_cancel(service, "stopped")
+            async with asyncio.timeout(30):
+                await reached.wait()
+        finally:
+            first.kill()
+            reap(first)
+    with contextlib.closing(redis_server.client()) as client:
+        client.delete("tailrace:{stopped}:cancel")
+        client.hdel("tailrace:{stopped}:meta", "decided")
+    before, after = await taken_over(service, "stopped")
+    assert (before.status, after.status) == ("cancelled", "completed")
