@@ -75,7 +75,7 @@ def _job_of(document: Any, value: bytes, fallback_id: str | None) -> Job:
             "not_an_object", f"value: {shown} is not a JSON object", field="value", value=shown,
             limit="a JSON object", job_id=fallback_id,
         )  # fmt: skip
-    is_batch_line = "custom_id" in document and "id" not in document
+    is_batch_line = openai_batch.is_line(document)
     job_id = _claimed_id(document, "custom_id" if is_batch_line else "id") or fallback_id
     if is_batch_line:
         job = openai_batch.job_of_line(document, job_id)

@@ -9,7 +9,8 @@ from service.errors import JobError
 from service.wire import limits
 from service.wire.common import TokenLogprob
 from service.wire.job import JOB_FIELDS, Job
-from service.wire.refusals import describe, job_error
+from service.wire.openai_fields import REQUEST_FIELDS, is_empty
+from service.wire.refusals import describe, job_error, unknown_field
 from service.wire.result import Choice, Result
 
 CHAT_URL = "/v1/chat/completions"
@@ -40,8 +41,14 @@ def _refuse(field: str, reason: str, value: Any, limit: str | int, job_id: str |
     )  # fmt: skip
 
 
+def is_line(document: dict[str, Any]) -> bool:
+    """Whether a record is a batch line and not a job."""
+    return "custom_id" in document and document.get("id") is None
+
+
 def job_of_line(line: dict[str, Any], job_id: str | None) -> Job:
     """The job that a line asks for; errors name the line's own fields."""
+    line = {name: value for name, value in line.items() if value is not None or name == "custom_id"}
     unknown = next((name for name in line if name not in LINE_FIELDS), None)
     if unknown is not None:
         field = unknown[: limits.MAX_SHOWN_CHARS]
@@ -64,15 +71,16 @@ def job_of_line(line: dict[str, Any], job_id: str | None) -> Job:
 
 
 def _job_of_body(custom_id: Any, url: str, body: dict[str, Any], job_id: str | None) -> Job:
-    unknown = next((name for name in body if name not in BODY_FIELDS[url]), None)
+    # OpenAI's clients write null for "not given".
+    fields = {name: value for name, value in body.items() if not _is_absent(name, value)}
+    unknown = next((name for name in fields if name not in BODY_FIELDS[url]), None)
     if unknown is not None:
         field = f"body.{unknown[: limits.MAX_SHOWN_CHARS]}"
+        reason, limit = unknown_field(field, BODY_FIELDS[url])
         raise JobError(
-            "unknown_field", f"{field}: unknown field for {url}", field=field,
-            value=describe(body[unknown], private=True), limit="known fields only", job_id=job_id,
+            "unknown_field", f"{field}: {reason}", field=field,
+            value=describe(fields[unknown], private=True), limit=limit, job_id=job_id,
         )  # fmt: skip
-    # OpenAI's clients write null for "not given".
-    fields = {name: value for name, value in body.items() if value is not None}
     if "max_completion_tokens" in fields and "max_tokens" in fields:
         raise _refuse(
             "body.max_completion_tokens", "given together with max_tokens; the limit is one of them",
@@ -93,6 +101,10 @@ def _job_of_body(custom_id: Any, url: str, body: dict[str, Any], job_id: str | N
         return Job.model_validate(document)
     except ValidationError as error:
         raise _as_line_error(job_error(error, known=JOB_FIELDS, job_id=job_id), fields) from None
+
+
+def _is_absent(name: str, value: Any) -> bool:
+    return value is None or (name in REQUEST_FIELDS and is_empty(value))
 
 
 def _merge_stop_token_ids(document: dict[str, Any], ids: Any, job_id: str | None) -> None:

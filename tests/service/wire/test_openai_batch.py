@@ -68,7 +68,9 @@ def test_completions_line(prompt: Any, field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "more", "message"),
     [
-        ({"messages": HELLO, "tools": []}, {}, f"body.tools: unknown field for {CHAT}"),
+        ({"messages": HELLO, "tools": [{}]}, {}, "body.tools: not supported; it may only be null or empty"),
+        ({"messages": HELLO, "best_of": 0}, {}, "body.best_of: not supported; it may only be null or empty"),
+        ({"messages": HELLO, "temprature": 1}, {}, "body.temprature: unknown field; did you mean temperature?"),
         ({"messages": HELLO, "temperature": 9}, {}, "body.temperature: 9 is above the limit 2"),
         ({"messages": HELLO, "max_completion_tokens": 0}, {}, "body.max_completion_tokens: 0 is below the limit 1"),
         ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, {}, "body.top_logprobs: 21 is above the limit 20"),
