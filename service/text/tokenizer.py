@@ -70,6 +70,7 @@ class ModelTokenizer:
         known = {i for i, name in self._vocabulary.special.items() if name in _KNOWN_ENDS}
         self._eos_token_ids = end_token_ids | known
         self._unmarked_ends = end_token_ids - self._vocabulary.special.keys()
+        self._opening = _opening_of(tokenizer)
 
     @property
     def vocab_size(self) -> int:
@@ -88,8 +89,11 @@ class ModelTokenizer:
         return self._chat_template is not None
 
     def encode_prompt(self, text: str) -> list[int]:
+        """With the token that opens every text of this model, once: who writes a template by hand writes it too."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
-        return ids
+        added = len(self._opening)
+        written_too = added > 0 and ids[added : 2 * added] == self._opening
+        return ids[added:] if written_too else ids
 
     def encode_chat(self, messages: ChatMessages, *, timestamp_ms: int | None = None) -> list[int]:
         """Token ids up to where the assistant begins; JobError when the model's template refuses."""
@@ -148,6 +152,14 @@ class ModelTokenizer:
 
     def _broken_up(self, content: str) -> str:
         return self._markers.broken_up(content.replace(_BREAK, ""), _BREAK)
+
+
+def _opening_of(tokenizer: tokenizers.Tokenizer) -> list[int]:
+    """What the tokenizer puts in front of every text: usually the token that begins a document, or nothing."""
+    probe = tokenizer.encode("a", add_special_tokens=True)
+    num_added = next((i for i, added in enumerate(probe.special_tokens_mask) if not added), len(probe))
+    opening: list[int] = probe.ids[:num_added]
+    return opening
 
 
 class ByteTokenizer:
