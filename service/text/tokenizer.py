@@ -11,6 +11,7 @@ from service.text.chat_template import ChatMessages, ChatTemplate
 from service.text.detokenizer import Detokenizer
 from service.text.markers import Markers
 from service.text.vocabulary import Vocabulary
+from service.wire.token_names import token_name
 
 # Tokens by which chat models end a turn or a document, whatever their configuration names as the end.
 _KNOWN_ENDS: Final = (
@@ -184,7 +185,7 @@ class ByteTokenizer:
         return self.encode_prompt("".join(turns) + "assistant: ")
 
     def token_text(self, token_id: int) -> str:
-        return "<end>" if token_id == self.EOS else self.token_bytes(token_id).decode(errors="replace")
+        return "<end>" if token_id == self.EOS else token_name(self.token_bytes(token_id))
 
     def detokenizer(
         self,

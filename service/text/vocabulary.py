@@ -8,6 +8,7 @@ from typing import Any
 import tokenizers
 
 from service.errors import SettingsError
+from service.wire.token_names import token_name
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>\Z")
 
@@ -65,9 +66,9 @@ class Vocabulary:
         return known
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, to be shown: special ones by name, broken characters as U+FFFD."""
+        """One token by itself, to be shown: special ones by name, parts of characters by their bytes."""
         name = self.special.get(token_id)
-        return name if name is not None else self.token_bytes(token_id).decode(errors="replace")
+        return name if name is not None else token_name(self.token_bytes(token_id))
 
     def _bytes_of(self, token: str) -> bytes:
         if self._byte_level:

@@ -1,5 +1,6 @@
 """Lines of OpenAI Batch files: in as jobs, out as the lines that OpenAI's own tools read."""
 
+import codecs
 from itertools import accumulate
 from typing import Any
 
@@ -7,11 +8,12 @@ from pydantic import ValidationError
 
 from service.errors import JobError
 from service.wire import limits
-from service.wire.common import TokenLogprob
+from service.wire.common import TokenLogprob, TopLogprob
 from service.wire.job import JOB_FIELDS, Job
 from service.wire.openai_fields import REQUEST_FIELDS, is_empty
 from service.wire.refusals import describe, job_error, unknown_field
 from service.wire.result import Choice, Result
+from service.wire.token_names import distinct_names, token_bytes
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
@@ -196,8 +198,11 @@ def _chat_choice(choice: Choice) -> dict[str, Any]:
 
 
 def _chat_logprob(entry: TokenLogprob) -> dict[str, Any]:
-    top = [{"token": other.token, "logprob": other.logprob, "bytes": None} for other in entry.top]
-    return {"token": entry.token, "logprob": entry.logprob, "bytes": None, "top_logprobs": top}
+    return _with_bytes(entry) | {"top_logprobs": [_with_bytes(other) for other in entry.top]}
+
+
+def _with_bytes(entry: TokenLogprob | TopLogprob) -> dict[str, Any]:
+    return {"token": entry.token, "logprob": entry.logprob, "bytes": list(token_bytes(entry.token))}
 
 
 def _completion_choice(choice: Choice) -> dict[str, Any]:
@@ -206,9 +211,7 @@ def _completion_choice(choice: Choice) -> dict[str, Any]:
         logprobs = {
             "tokens": [entry.token for entry in choice.logprobs],
             "token_logprobs": [entry.logprob for entry in choice.logprobs],
-            "top_logprobs": [
-                {other.token: other.logprob for other in entry.top} for entry in choice.logprobs
-            ],
+            "top_logprobs": [_by_name(entry) for entry in choice.logprobs],
             "text_offset": _text_offsets(choice.logprobs),
         }
     return {
@@ -219,7 +222,16 @@ def _completion_choice(choice: Choice) -> dict[str, Any]:
     }
 
 
+def _by_name(entry: TokenLogprob) -> dict[str, float]:
+    """As many entries as there are tokens, and the sampled one's under the name that `tokens` has for it."""
+    logprobs = {other.token_id: other.logprob for other in entry.top} | {entry.token_id: entry.logprob}
+    named = [(entry.token_id, entry.token), *((other.token_id, other.token) for other in entry.top)]
+    names = distinct_names(named)
+    return {names[token_id]: logprob for token_id, logprob in logprobs.items()}
+
+
 def _text_offsets(logprobs: tuple[TokenLogprob, ...]) -> list[int]:
-    """Where each token begins, in characters from the first one."""
-    lengths = [len(entry.token) for entry in logprobs[:-1]]
+    """Where each token begins, in characters from the first one; parts of a character begin where it does."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    lengths = [len(decoder.decode(token_bytes(entry.token))) for entry in logprobs[:-1]]
     return list(accumulate(lengths, initial=0)) if logprobs else []

@@ -4,6 +4,8 @@ from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service.errors import JobError
 from service.wire import (
@@ -17,6 +19,7 @@ from service.wire import (
     batch_output,
     parse_job,
 )
+from service.wire.token_names import distinct_names, token_name
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -117,6 +120,64 @@ def test_output_line_of_a_completion() -> None:
     choice = batch_output(result, url=COMPLETIONS, model="m", created_s=7)["response"]["body"]["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("Hi you!", "length")
     assert choice["logprobs"]["text_offset"] == [0, 2, 6]
+
+
+def row_of(url: str, *logprobs: TokenLogprob) -> dict[str, Any]:
+    result = Result("r", "completed", 1, "w", (Choice(0, "", "length", None, logprobs),))
+    choice = batch_output(result, url=url, model="m", created_s=7)["response"]["body"]["choices"][0]
+    row: dict[str, Any] = choice["logprobs"]
+    return row
+
+
+EMOJI = [token_name(bytes([byte])) for byte in "🦉".encode()]
+"""Its four bytes, as tokens of a byte-level vocabulary."""
+
+
+def test_no_entry_of_top_logprobs_is_lost_where_tokens_share_a_text() -> None:
+    top = tuple(TopLogprob(token_name(bytes([0x80 + i])), i, -1.0 - i) for i in range(18))
+    top += (TopLogprob("A", 65, -20.0), TopLogprob("A", 365, -21.0), TopLogprob("A", 465, -22.0))
+    sampled = TokenLogprob("A", 365, -21.0, top)
+    row = row_of(COMPLETIONS, sampled, TokenLogprob(top[3].token, 3, -4.0, top))
+    for entries in row["top_logprobs"]:
+        assert sorted(entries.values(), reverse=True) == [entry.logprob for entry in top]
+    assert row["top_logprobs"][0][r"bytes:\x80"] == -1.0
+    assert {name: value for name, value in row["top_logprobs"][0].items() if name.startswith("A")} == {
+        "A (token_id:65)": -20.0, "A": -21.0, "A (token_id:465)": -22.0
+    }  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["A", "�", "A (token_id:1)", r"bytes:\x80"]))))
+def test_names_of_different_tokens_differ(tokens: list[tuple[int, str]]) -> None:
+    names = distinct_names(tokens)
+    assert names.keys() == dict(tokens).keys()
+    assert len(set(names.values())) == len(names)
+    assert not tokens or names[tokens[0][0]] == tokens[0][1], "the first one's name is as it was"
+
+
+def test_sampled_token_has_its_own_value_in_top_logprobs_even_below_the_others() -> None:
+    top = (TopLogprob("a", 1, -0.1), TopLogprob("b", 2, -2.5))
+    row = row_of(COMPLETIONS, TokenLogprob("z", 26, -9.0, top), TokenLogprob("b", 2, -2.5, top))
+    assert row["top_logprobs"] == [{"a": -0.1, "b": -2.5, "z": -9.0}, {"a": -0.1, "b": -2.5}]
+    for name, value, entries in zip(row["tokens"], row["token_logprobs"], row["top_logprobs"], strict=True):
+        assert entries[name] == value
+
+
+def test_text_offsets_count_characters_and_not_names() -> None:
+    names = ["é", *EMOJI, " you", "!"]
+    row = row_of(COMPLETIONS, *(TokenLogprob(name, i, -1.0) for i, name in enumerate(names)))
+    assert row["text_offset"] == [0, 1, 1, 1, 1, 2, 6]
+
+
+def test_bytes_of_a_chats_tokens_join_to_its_text() -> None:
+    names = ["é", *EMOJI, " you"]
+    row = row_of(
+        CHAT, *(TokenLogprob(name, i, -1.0, (TopLogprob(name, i, -1.0),)) for i, name in enumerate(names))
+    )
+    joined = [byte for entry in row["content"] for byte in entry["bytes"]]
+    assert bytes(joined).decode() == "é🦉 you"
+    assert [entry["top_logprobs"][0]["bytes"] for entry in row["content"][1:5]] == [
+        [b] for b in "🦉".encode()
+    ]
 
 
 def test_output_line_of_a_job_that_did_not_complete() -> None:
