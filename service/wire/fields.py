@@ -250,6 +250,7 @@ _Parts = Annotated[
     list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]],
     Field(max_length=limits.MAX_CONTENT_PARTS),
 ]
+CustomId = Annotated[str, Field(min_length=1, max_length=limits.MAX_CUSTOM_ID_CHARS)]
 Content = Annotated[str, BeforeValidator(_joined_parts, json_schema_input_type=str | _Parts)]
 TokenId = Annotated[int, Field(ge=0, le=limits.MAX_TOKEN_ID)]
 PromptTokenIds = Annotated[

@@ -116,6 +116,8 @@ class Job(fields.StrictModel):
     stream: bool = True
     return_token_ids: bool = False
     metadata: fields.Metadata | None = None
+    custom_id: fields.CustomId | None = None
+    """What the producer calls the job, echoed in its result; a batch line's, from which its id comes."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -1,6 +1,8 @@
 """Lines of OpenAI Batch files: in as jobs, out as the lines that OpenAI's own tools read."""
 
 import codecs
+import hashlib
+import re
 from itertools import accumulate
 from typing import Any
 
@@ -35,6 +37,10 @@ BODY_FIELDS = {
     COMPLETIONS_URL: _SHARED | _RENAMED.keys() | _COMPLETIONS_ONLY,
 }
 
+_PLAIN_ID = re.compile(limits.ID_PATTERN.strip("^$"))
+_NOT_OF_AN_ID = re.compile(r"[^A-Za-z0-9._:-]")
+_MAX_READABLE_CHARS = 64
+
 
 def _refuse(field: str, reason: str, value: Any, limit: str | int, job_id: str | None) -> JobError:
     return JobError(
@@ -43,9 +49,22 @@ def _refuse(field: str, reason: str, value: Any, limit: str | int, job_id: str |
     )  # fmt: skip
 
 
-def is_line(document: dict[str, Any]) -> bool:
+def is_line(document: Any) -> bool:
     """Whether a record is a batch line and not a job."""
-    return "custom_id" in document and document.get("id") is None
+    return isinstance(document, dict) and "custom_id" in document and document.get("id") is None
+
+
+def job_id_of(custom_id: Any) -> str | None:
+    """The id of a line's job: the custom_id where that is an id, else what can be read of it and its hash.
+
+    None for what is no custom_id. The hash makes different ones differ, from plain ids too.
+    """
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= limits.MAX_CUSTOM_ID_CHARS:
+        return None
+    if _PLAIN_ID.fullmatch(custom_id):
+        return custom_id
+    digest = hashlib.sha256(custom_id.encode(errors="surrogatepass")).hexdigest()
+    return f"{_NOT_OF_AN_ID.sub('-', custom_id[:_MAX_READABLE_CHARS])}:{digest[:32]}"
 
 
 def job_of_line(line: dict[str, Any], job_id: str | None) -> Job:
@@ -67,12 +86,24 @@ def job_of_line(line: dict[str, Any], job_id: str | None) -> Job:
             "invalid_value", f"url: {describe(url)} is not {allowed}", field="url", value=describe(url),
             limit=allowed, job_id=job_id,
         )  # fmt: skip
+    _check_custom_id(line["custom_id"], job_id)
     if not isinstance(body, dict):
         raise _refuse("body", f"{describe(body, private=True)} is not an object", body, "an object", job_id)
     return _job_of_body(line["custom_id"], url, body, job_id)
 
 
-def _job_of_body(custom_id: Any, url: str, body: dict[str, Any], job_id: str | None) -> Job:
+def _check_custom_id(custom_id: Any, job_id: str | None) -> None:
+    limit = limits.MAX_CUSTOM_ID_CHARS
+    if not isinstance(custom_id, str):
+        raise _refuse("custom_id", f"{describe(custom_id)} is not a string", custom_id, "a string", job_id)
+    if not custom_id:
+        raise _refuse("custom_id", "empty; at least 1 character", custom_id, 1, job_id)
+    if len(custom_id) > limit:
+        reason = f"a string of {len(custom_id)} characters is above the limit {limit}"
+        raise _refuse("custom_id", reason, custom_id, limit, job_id)
+
+
+def _job_of_body(custom_id: str, url: str, body: dict[str, Any], job_id: str | None) -> Job:
     # OpenAI's clients write null for "not given".
     fields = {name: value for name, value in body.items() if not _is_absent(name, value)}
     unknown = next((name for name in fields if name not in BODY_FIELDS[url]), None)
@@ -93,7 +124,7 @@ def _job_of_body(custom_id: Any, url: str, body: dict[str, Any], job_id: str | N
         for name, value in fields.items()
         if name in _SHARED or name in _RENAMED
     }
-    document["id"] = custom_id
+    document |= {"id": job_id_of(custom_id), "custom_id": custom_id}
     _merge_stop_token_ids(document, fields.get("stop_token_ids"), job_id)
     if url == CHAT_URL:
         _map_chat(document, fields, job_id)
@@ -150,7 +181,7 @@ def _as_line_error(error: JobError, fields: dict[str, Any]) -> JobError:
     )
     field = error.field or ""
     root = field.split("[", 1)[0].split(".", 1)[0]
-    renamed = "custom_id" if root == "id" else f"body.{theirs.get(root, root)}{field[len(root) :]}"
+    renamed = f"body.{theirs.get(root, root)}{field[len(root) :]}"
     message = error.message
     message = renamed + message.removeprefix(field) if message.startswith(field) else message
     return JobError(
@@ -160,7 +191,7 @@ def _as_line_error(error: JobError, fields: dict[str, Any]) -> JobError:
 
 def batch_output(result: Result, *, url: str, model: str, created_s: int) -> dict[str, Any]:
     """The line of an OpenAI Batch output file for `result`; `url` is its request line's."""
-    line: dict[str, Any] = {"id": f"batch_req_{result.id}", "custom_id": result.id}
+    line: dict[str, Any] = {"id": f"batch_req_{result.id}", "custom_id": result.custom_id or result.id}
     if result.status != "completed":
         error = result.error
         code, message = (

@@ -48,7 +48,14 @@ def batch_line_document() -> dict[str, Any]:
     schema = {
         "type": "object",
         "properties": {
-            "custom_id": job["properties"]["id"],
+            "custom_id": {
+                "type": "string",
+                "minLength": 1,
+                "maxLength": limits.MAX_CUSTOM_ID_CHARS,
+                "description": "The job's id where it has the form of one (1 to 128 of A-Z a-z 0-9 . _ : -). Else the "
+                "id is its first 64 characters with - for those that an id cannot have, a colon, and the first 32 hex "
+                "digits of its SHA-256. The result carries it as custom_id either way.",
+            },
             "method": {"enum": ["POST", None]},
             "url": {"enum": list(openai_batch.BODY_FIELDS)},
             "body": {"type": "object"},

@@ -1,5 +1,7 @@
 """OpenAI Batch lines in and out."""
 
+import hashlib
+import re
 from typing import Any
 
 import orjson
@@ -17,7 +19,10 @@ from service.wire import (
     TopLogprob,
     Usage,
     batch_output,
+    claimed_custom_id,
+    limits,
     parse_job,
+    parse_result,
 )
 from service.wire.token_names import distinct_names, token_name
 
@@ -82,7 +87,9 @@ def test_completions_line(prompt: Any, field: str, value: Any) -> None:
         ({"messages": [{"role": "robot", "content": ""}]}, {}, "body.messages[0].role: 'robot' is not one of "),
         ({"messages": HELLO}, {"url": "/v1/embeddings"}, f"url: '/v1/embeddings' is not {CHAT} or {COMPLETIONS}"),
         ({"messages": HELLO}, {"method": "GET"}, "method: 'GET' is not POST"),
-        ({"messages": HELLO}, {"custom_id": "a b"}, "custom_id: 'a b' does not match "),
+        ({"messages": HELLO}, {"custom_id": ""}, "custom_id: empty; at least 1 character"),
+        ({"messages": HELLO}, {"custom_id": 5}, "custom_id: 5 is not a string"),
+        ({"messages": HELLO}, {"custom_id": "é" * 513}, "custom_id: a string of 513 characters is above the limit 512"),
         ({"messages": HELLO}, {"priority": 1}, "priority: unknown field of a batch line"),
         ({"prompt": ["a", "b"]}, {"url": COMPLETIONS}, "body.prompt: a list of 2 prompts is above the limit 1"),
         ({"model": "m"}, {}, "body.prompt: exactly one of messages, prompt, prompt_token_ids is needed, found none"),
@@ -120,6 +127,59 @@ def test_output_line_of_a_completion() -> None:
     choice = batch_output(result, url=COMPLETIONS, model="m", created_s=7)["response"]["body"]["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("Hi you!", "length")
     assert choice["logprobs"]["text_offset"] == [0, 2, 6]
+
+
+def job_named(custom_id: str) -> Job:
+    return parse({"messages": HELLO}, custom_id=custom_id)
+
+
+@pytest.mark.parametrize(
+    "custom_id", ["a b", "Ä-é", "path/to/file.txt", "x" * 129, "x" * 512, "\n", "🦉" * 512, "a\0b"]
+)
+def test_any_string_is_a_custom_id_and_gives_a_legal_job_id(custom_id: str) -> None:
+    job = job_named(custom_id)
+    assert re.fullmatch(limits.ID_PATTERN, job.id)
+    assert job.id == job_named(custom_id).id, "a redelivered line has the same id"
+    assert job.custom_id == custom_id
+    assert job.id.endswith(hashlib.sha256(custom_id.encode()).hexdigest()[:32])
+    result = Result(job.id, "completed", 1, "w", custom_id=job.custom_id)
+    assert parse_result(result.encode()) == result
+    assert batch_output(result, url=CHAT, model="m", created_s=7)["custom_id"] == custom_id
+
+
+def test_custom_id_that_is_an_id_is_the_jobs() -> None:
+    for custom_id in ("request-1", "Az09._:-" * 16):
+        assert (job_named(custom_id).id, job_named(custom_id).custom_id) == (custom_id, custom_id)
+    assert job_named("path/to/file.txt").id.startswith("path-to-file.txt:")
+
+
+@given(st.lists(st.text(st.sampled_from("aA-:/ é"), min_size=1, max_size=4), unique=True))
+def test_different_custom_ids_give_different_job_ids(custom_ids: list[str]) -> None:
+    assert len({job_named(custom_id).id for custom_id in custom_ids}) == len(custom_ids)
+
+
+@pytest.mark.parametrize(
+    ("value", "custom_id"),
+    [
+        (b'{"custom_id":"a b","url":"/v1/completions","body":{"prompt":"x","n":99}}', "a b"),
+        (b'\xef\xbb\xbf{"custom_id":"a b","url":"nowhere"}', "a b"),
+        (b'{"custom_id":"a b","url":"/v1/completions","body":{"prompt":"x","top_p":NaN}}', "a b"),
+        (b'{"custom_id":"\\ud800","body":{"top_p":NaN}}', None),
+        (b'{"custom_id":5}', None),
+        (b'{"custom_id":""}', None),
+        (b'{"id":"a","custom_id":7}', None),
+        (b"[1]", None),
+        (b"not json", None),
+        (b"[" * 100_000, None),
+        (None, None),
+    ],
+    ids=range(11),
+)
+def test_refused_line_is_found_by_its_custom_id(value: bytes | None, custom_id: str | None) -> None:
+    with pytest.raises(JobError) as refused:
+        parse_job(value, key=b"key", timestamp_ms=0)
+    assert claimed_custom_id(value) == custom_id
+    assert refused.value.job_id == (job_named(custom_id).id if custom_id else refused.value.job_id)
 
 
 def row_of(url: str, *logprobs: TokenLogprob) -> dict[str, Any]:
