@@ -21,7 +21,7 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet | {chr(0x100 + position): byte for position, byte in enumerate(others)}
 
 
-_ALPHABET = _byte_level_alphabet()
+BYTE_LEVEL_ALPHABET = _byte_level_alphabet()
 
 
 class Vocabulary:
@@ -73,7 +73,7 @@ class Vocabulary:
     def _bytes_of(self, token: str) -> bytes:
         if self._byte_level:
             # Added tokens are not written in the alphabet.
-            codes = [_ALPHABET.get(character) for character in token]
+            codes = [BYTE_LEVEL_ALPHABET.get(character) for character in token]
             return token.encode() if None in codes else bytes(code for code in codes if code is not None)
         if self._byte_tokens and (match := _BYTE_TOKEN.match(token)):
             return bytes([int(match.group(1), 16)])

@@ -1,7 +1,6 @@
 """Puts the parts of a worker together; none of them runs yet."""
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from kernels.grammar import Grammars
@@ -24,6 +23,7 @@ from service.worker.job_flow import JobFlow
 from service.worker.job_table import JobTable
 from service.worker.line import Line
 from service.worker.observer import Observer
+from service.worker.prompts import PromptEncoder, TextLanes
 from service.worker.specs import ModelLimits
 
 
@@ -69,7 +69,7 @@ def model_limits(settings: Settings, loaded: Loaded) -> ModelLimits:
 
 
 def assemble(
-    settings: Settings, loaded: Loaded, metrics: Metrics, text_executor: ThreadPoolExecutor, *, worker: str
+    settings: Settings, loaded: Loaded, metrics: Metrics, text_lanes: TextLanes, *, worker: str
 ) -> Parts:
     """Called on the event loop that will run the parts.
 
@@ -124,7 +124,7 @@ def assemble(
         metrics=metrics,
         complete=consumer.complete,
         grammars=GrammarGate(loaded.grammars),
-        text_executor=text_executor,
+        prompts=PromptEncoder(loaded.tokenizer, text_lanes, max_tokens=loaded.runner.max_model_len),
     )
     parts = Parts(
         engine=engine,

@@ -1,7 +1,5 @@
 """From a delivered record to requests in the engine, or to a refusal."""
 
-import asyncio
-
 import structlog
 
 from scheduler.spec import FinishReason
@@ -15,7 +13,6 @@ from service.worker.job_run import JobRun
 from service.worker.line import Turn
 from service.worker.specs import (
     check_against_model,
-    encode_prompt,
     make_choices,
     make_spec,
     rejected,
@@ -73,9 +70,7 @@ class Intake:
             self._check_attempts(run, opened.fruitless)
             check_against_model(job, self._c.limits)
             run.grammar = await self._c.grammars.admit(job)
-            prompt = await asyncio.get_running_loop().run_in_executor(
-                self._c.text_executor, encode_prompt, job, self._c.tokenizer, run.delivery.timestamp_ms
-            )
+            prompt = await self._c.prompts.encode(job, run.delivery.timestamp_ms)
             run.num_prompt_tokens = len(prompt)
             self._c.table.note_prompt(len(prompt))
             self._resume(run, job, prompt, opened)

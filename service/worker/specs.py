@@ -48,14 +48,15 @@ def check_against_model(job: Job, limits: ModelLimits) -> None:
             )  # fmt: skip
 
 
-def encode_prompt(job: Job, tokenizer: Tokenizer, timestamp_ms: int) -> tuple[int, ...]:
+def encode_prompt(job: Job, tokenizer: Tokenizer, timestamp_ms: int, max_tokens: int) -> tuple[int, ...]:
     """The prompt's ids; runs off the event loop. A template that writes the date takes the record's, so that a
-    redelivered job gets the same prompt."""
+    redelivered job gets the same prompt. Raises JobError, at once for a text that cannot fit in `max_tokens`."""
     if job.prompt_token_ids is not None:
         return tuple(job.prompt_token_ids)
     if job.prompt is not None:
-        return tuple(tokenizer.encode_prompt(job.prompt))
-    return tuple(tokenizer.encode_chat(job.template_messages(), timestamp_ms=timestamp_ms))
+        return tuple(tokenizer.encode_prompt(job.prompt, max_tokens=max_tokens))
+    messages = job.template_messages()
+    return tuple(tokenizer.encode_chat(messages, timestamp_ms=timestamp_ms, max_tokens=max_tokens))
 
 
 def make_choices(
