@@ -30,9 +30,12 @@ class PromptEncoder:
 
     async def encode(self, job: Job, timestamp_ms: int) -> tuple[int, ...]:
         """Raises JobError for a prompt that the model's template refuses, or that cannot fit into its length."""
-        lane = self._lanes.long if _num_chars(job) > LONG_TEXT_CHARS else self._lanes.short
+        is_long = _num_chars(job) > LONG_TEXT_CHARS
+        lane = self._lanes.long if is_long else self._lanes.short
+        # Of a short text that does not fit, the scheduler can tell how many tokens it has.
+        max_tokens = self._max_tokens if is_long else None
         return await asyncio.get_running_loop().run_in_executor(
-            lane, encode_prompt, job, self._tokenizer, timestamp_ms, self._max_tokens
+            lane, encode_prompt, job, self._tokenizer, timestamp_ms, max_tokens
         )
 
 

@@ -48,9 +48,14 @@ def check_against_model(job: Job, limits: ModelLimits) -> None:
             )  # fmt: skip
 
 
-def encode_prompt(job: Job, tokenizer: Tokenizer, timestamp_ms: int, max_tokens: int) -> tuple[int, ...]:
-    """The prompt's ids; runs off the event loop. A template that writes the date takes the record's, so that a
-    redelivered job gets the same prompt. Raises JobError, at once for a text that cannot fit in `max_tokens`."""
+def encode_prompt(
+    job: Job, tokenizer: Tokenizer, timestamp_ms: int, max_tokens: int | None
+) -> tuple[int, ...]:
+    """The prompt's ids; runs off the event loop.
+
+    A template that writes the date takes the record's, so that a redelivered job gets the same prompt. Raises
+    JobError; given `max_tokens`, at once for a text that cannot fit in so many.
+    """
     if job.prompt_token_ids is not None:
         return tuple(job.prompt_token_ids)
     if job.prompt is not None:

@@ -5,7 +5,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import orjson
+import pytest
 
+from service.errors import JobError
 from service.text import ByteTokenizer, ChatMessages
 from service.wire import Job, parse_job
 from service.worker.prompts import LONG_TEXT_CHARS, PromptEncoder, TextLanes
@@ -61,3 +63,14 @@ async def test_short_prompts_do_not_wait_for_long_ones() -> None:
     assert [length for length in tokenizer.begun if length > LONG_TEXT_CHARS] == lengths, (
         "in order of arrival"
     )
+
+
+async def test_long_text_that_can_never_fit_is_refused_and_a_short_one_is_counted() -> None:
+    with ThreadPoolExecutor(1) as short, ThreadPoolExecutor(1) as long:
+        prompts = PromptEncoder(ByteTokenizer(), TextLanes(short, long), max_tokens=100)
+        with pytest.raises(JobError, match="prompt: 900000 characters is above the limit 100 ") as refused:
+            await prompts.encode(job(prompt="a" * 900_000), 0)
+        assert (refused.value.code, refused.value.value, refused.value.limit) == ("infeasible", 900_000, 100)
+        with pytest.raises(JobError, match="messages: "):
+            await prompts.encode(job(messages=[{"role": "user", "content": LONG}]), 0)
+        assert len(await prompts.encode(job(prompt=LONG[:-1]), 0)) == LONG_TEXT_CHARS
