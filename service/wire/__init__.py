@@ -24,7 +24,7 @@ from service.wire.event import (
     parse_event,
 )
 from service.wire.job import Job, Message, SloTargets
-from service.wire.openai_batch import batch_output, is_line
+from service.wire.openai_batch import batch_output, is_line, job_id_of
 from service.wire.result import Choice, Result, SloOutcome, Timings, parse_result
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "encode_start",
     "finite_logprob",
     "is_line",
+    "job_id_of",
     "parse_dead_letter",
     "parse_event",
     "parse_job",

@@ -95,7 +95,7 @@ def _job_of(document: Any, value: bytes, fallback_id: str | None) -> Job:
 
 def claimed_custom_id(value: bytes | None) -> str | None:
     """The custom_id of a batch line that was refused, so that its result can say whose it is."""
-    if value is None or len(value) > limits.MAX_RECORD_BYTES:
+    if value is None or b"custom_id" not in value or len(value) > limits.MAX_RECORD_BYTES:
         return None
     try:
         document = json.loads(value.removeprefix(BOM))  # reads NaN too

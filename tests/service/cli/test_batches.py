@@ -89,7 +89,8 @@ def test_refused_batch_line_on_the_topic_is_filed_under_the_id_made_from_its_cus
     line = {"custom_id": "refused / 1", "url": "/v1/completions", "body": {"prompt": "p", "n": 99}}
     job_id = "refused---1:" + hashlib.sha256(b"refused / 1").hexdigest()[:32]
     _publish_raw(service, b"any key", json.dumps(line).encode())
-    assert json.loads(tailrace("tail", job_id, "--json").stdout.splitlines()[-1])["status"] == "rejected"
+    for name in (job_id, "refused / 1"):
+        assert json.loads(tailrace("tail", name, "--json").stdout.splitlines()[-1])["status"] == "rejected"
 
 
 def test_job_under_an_id_of_another_job_is_told(tailrace: Tailrace) -> None:
