@@ -34,7 +34,7 @@ class Grammar(NamedTuple):
     """What may stand there."""
 
 
-def grammar_of(form: ResponseFormat, job_id: str) -> Grammar | None:
+def grammar_of(form: ResponseFormat, job_id: str | None = None) -> Grammar | None:
     """None for plain text. Raises JobError for a schema with keywords that would have no effect."""
     match form:
         case TextFormat():
@@ -53,7 +53,7 @@ def grammar_of(form: ResponseFormat, job_id: str) -> Grammar | None:
             return Grammar(text, "response_format.choice", json.dumps(form.choice), "valid choices")
 
 
-def _check_keywords(schema: dict[str, Any], job_id: str) -> None:
+def _check_keywords(schema: dict[str, Any], job_id: str | None) -> None:
     bad = bad_keyword(schema)
     if bad is None:
         return

@@ -134,7 +134,7 @@ FOLLOWED: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("document", "good", "bad"), FOLLOWED)
 def test_keywords_that_are_let_through_are_followed(document: dict[str, Any], good: str, bad: str) -> None:
-    grammar = grammar_of(job(schema(document)).response_format, "j")
+    grammar = grammar_of(job(schema(document)).response_format)
     assert grammar is not None
     assert accepts(grammar.text, good)
     assert not accepts(grammar.text, bad)
