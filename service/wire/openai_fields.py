@@ -4,18 +4,10 @@ from typing import Any, Final
 
 REQUEST_FIELDS: Final = frozenset(
     (
-        *(
-            "tools",
-            "tool_choice",
-            "parallel_tool_calls",
-            "functions",
-            "function_call",
-            "service_tier",
-            "store",
-        ),
-        *("stream_options", "modalities", "audio", "prediction", "reasoning_effort", "verbosity", "user"),
+        *("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "store", "user"),
+        *("stream_options", "modalities", "audio", "prediction", "reasoning_effort", "verbosity"),
         *("web_search_options", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
-        *("echo", "suffix", "best_of", "stop_token_ids"),
+        *("service_tier", "echo", "suffix", "best_of", "stop_token_ids"),
     )
 )
 REPLY_FIELDS: Final = frozenset(
