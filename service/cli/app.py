@@ -22,7 +22,9 @@ app.add_typer(dlq, name="dlq")
 app.add_typer(bench, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="JSON for programs.")]
-JobId = Annotated[str, typer.Argument(help="The job's id.", show_default=False)]
+JobId = Annotated[
+    str, typer.Argument(help="The job's id, or the custom_id of a batch line.", show_default=False)
+]
 
 
 class ServiceClass(StrEnum):

@@ -17,8 +17,8 @@ from service.client.lookup import Seen, other_job, seen_before
 from service.errors import DependencyError, JobError, SettingsError
 from service.stream.assemble import StreamAssembler
 from service.stream.reader import Gap, Item, Verdict
-from service.wire import Delta, End, Start, encode_event, parse_job
-from service.wire.limits import ID_PATTERN
+from service.wire import Delta, End, Start, encode_event, job_id_of, parse_job
+from service.wire.limits import MAX_CUSTOM_ID_CHARS
 
 HINT_AFTER_S = 5.0
 CANCEL_TIMEOUT_S = 5.0
@@ -93,7 +93,7 @@ async def _cancel_interrupted(client: Client, job_id: str) -> None:
 
 
 def tail(job_id: str, *, as_json: bool) -> None:
-    if not run(_tail(_checked(job_id), as_json=as_json)):
+    if not run(_tail(_id_of(job_id), as_json=as_json)):
         raise typer.Exit(1)
 
 
@@ -103,7 +103,7 @@ async def _tail(job_id: str, *, as_json: bool) -> bool:
 
 
 def cancel(job_id: str, *, wait: bool) -> None:
-    if not run(_cancel(_checked(job_id), wait=wait)):
+    if not run(_cancel(_id_of(job_id), wait=wait)):
         raise typer.Exit(1)
 
 
@@ -202,9 +202,12 @@ class _Json:
         return False
 
 
-def _checked(job_id: str) -> str:
-    import re
-
-    if not re.fullmatch(ID_PATTERN, job_id):
-        raise SettingsError(f"job id {job_id[:64]!r} must be 1–128 of A-Z a-z 0-9 . _ : -")
+def _id_of(name: str) -> str:
+    """The id of a job that is named by it or by the custom_id of its batch line."""
+    job_id = job_id_of(name)
+    if job_id is None:
+        raise SettingsError(
+            f"job id {name[:64]!r} must be 1–128 of A-Z a-z 0-9 . _ : -, "
+            f"or a custom_id of 1–{MAX_CUSTOM_ID_CHARS} characters"
+        )
     return job_id

@@ -25,6 +25,13 @@ _MAX_ANSWER_BYTES: Final = 1 << 20
 """llguidance's messages repeat the grammar (at most 64 KiB) a few times over."""
 
 
+_ONE_OF: Final = "oneOf constraints are not supported"
+_ONE_OF_IN_OUR_WORDS: Final = (
+    "oneOf is followed only where no value can match two of its schemas; anyOf always is"
+)
+"""llguidance advises to set one of its options, which no job can."""
+
+
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
     """Usual grammars compile in 1 to 30 ms; a schema of 1,500 optional properties takes 0.2 s."""
@@ -38,6 +45,15 @@ class GrammarLimits:
     """Remembered; each takes a grammar's text (at most 64 KiB) and a line: 16 MiB."""
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What is wrong with a grammar."""
+
+    reason: str
+    limit: str | None = None
+    """What it would take too much of. None: the grammar itself is wrong, however long it may take."""
+
+
 class GrammarGate:
     """Event loop only. One trial at a time, in arrival order; a bad grammar holds up later ones for `cpu_s` at most."""
 
@@ -47,11 +63,11 @@ class GrammarGate:
         self._limits = limits
         self._trial = _Trial(limits)
         self._turn = asyncio.Lock()
-        self._verdicts: OrderedDict[str, str | None] = OrderedDict()
+        self._verdicts: OrderedDict[str, Refusal | None] = OrderedDict()
 
     async def admit(self, job: Job) -> str | None:
         """The grammar's text, compiled and ready for the engine; None for plain text. Raises JobError."""
-        grammar = grammar_of(job.response_format)
+        grammar = grammar_of(job.response_format, job.id)
         if grammar is None:
             return None
         kind = job.response_format.type
@@ -65,17 +81,17 @@ class GrammarGate:
                 "invalid_value", f"ignore_eos: true, but output of the type {kind!r} has an end; it may be false",
                 field="ignore_eos", value="true", limit="false", job_id=job.id,
             )  # fmt: skip
-        reason = await self._verdict(grammar.text)
-        if reason is None:
-            reason = await asyncio.to_thread(_refusal, self._grammars.prepare, grammar.text)
-        if reason is not None:
-            raise self._refused(grammar, reason, job.id)
+        refusal = await self._verdict(grammar.text)
+        if refusal is None:
+            refusal = await asyncio.to_thread(_refusal, self._grammars.prepare, grammar.text)
+        if refusal is not None:
+            raise _refused(grammar, refusal, job.id)
         return grammar.text
 
     async def close(self) -> None:
         await self._trial.end()
 
-    async def _verdict(self, text: str) -> str | None:
+    async def _verdict(self, text: str) -> Refusal | None:
         async with self._turn:
             if text in self._verdicts:
                 self._verdicts.move_to_end(text)
@@ -85,20 +101,21 @@ class GrammarGate:
                 self._verdicts.popitem(last=False)
             return verdict
 
-    def _refused(self, grammar: Grammar, reason: str, job_id: str) -> JobError:
-        shown = grammar.source[:MAX_SHOWN_CHARS]
-        limit = f"compiles in {self._limits.cpu_s:g} s and {self._limits.memory_bytes >> 20} MiB"
-        return JobError(
-            "invalid_grammar", f"{grammar.field}: {reason} ({shown!r}); it must be one that {limit}",
-            field=grammar.field, value=shown, limit=limit, job_id=job_id,
-        )  # fmt: skip
+
+def _refused(grammar: Grammar, refusal: Refusal, job_id: str) -> JobError:
+    shown = grammar.source[:MAX_SHOWN_CHARS]
+    advice = "" if refusal.limit is None else f"; it must be one that {refusal.limit}"
+    return JobError(
+        "invalid_grammar", f"{grammar.field}: {refusal.reason} ({shown!r}){advice}", field=grammar.field,
+        value=shown, limit=refusal.limit or grammar.limit, job_id=job_id,
+    )  # fmt: skip
 
 
-def _refusal(prepare: Callable[[str], None], text: str) -> str | None:
+def _refusal(prepare: Callable[[str], None], text: str) -> Refusal | None:
     try:
         prepare(text)
     except GrammarError as error:
-        return str(error)
+        return Refusal(str(error))
     return None
 
 
@@ -109,8 +126,8 @@ class _Trial:
         self._limits = limits
         self._process: asyncio.subprocess.Process | None = None
 
-    async def run(self, text: str) -> str | None:
-        """Why the grammar is bad, or None. Raises InternalError when no process can be had."""
+    async def run(self, text: str) -> Refusal | None:
+        """What is wrong with the grammar, or None. Raises InternalError when no process can be had."""
         process = self._process or await self._start()
         try:
             async with asyncio.timeout(self._limits.wall_s):
@@ -122,12 +139,14 @@ class _Trial:
             return await self._died(process)
         except TimeoutError:
             await self.end()
-            return f"it did not compile within {self._limits.wall_s:g} s"
+            return Refusal("it did not compile in time", f"compiles within {self._limits.wall_s:g} s")
         except BaseException:
             # Nobody will read this answer, and the next grammar must not get it.
             await asyncio.shield(self.end())
             raise
-        return None if answer is None else short_error(answer)
+        if answer is None:
+            return None
+        return Refusal(_ONE_OF_IN_OUR_WORDS if answer.startswith(_ONE_OF) else short_error(answer))
 
     async def end(self) -> None:
         process, self._process = self._process, None
@@ -169,10 +188,12 @@ class _Trial:
         answer: str | None = json.loads(line)
         return answer
 
-    async def _died(self, process: asyncio.subprocess.Process) -> str:
+    async def _died(self, process: asyncio.subprocess.Process) -> Refusal:
         await process.wait()
         self._process = None
         log.warning("grammar_process_ended", returncode=process.returncode)
+        limits = self._limits
+        limit = f"compiles in {limits.cpu_s:g} s and {limits.memory_bytes >> 20} MiB"
         if process.returncode == -signal.SIGPROF:
-            return f"it took more than {self._limits.cpu_s:g} s of processor time to compile"
-        return "it ended the process that compiled it"
+            return Refusal(f"it took more than {limits.cpu_s:g} s of processor time to compile", limit)
+        return Refusal("it ended the process that compiled it", limit)

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import orjson
 
@@ -14,8 +14,8 @@ from service.client.client import Client
 from service.client.lookup import Seen, other_job, seen_before
 from service.errors import JobError
 from service.pipelines.rows import Row, row_key
-from service.wire import ErrorInfo, Job, Result, batch_output, parse_job
-from service.wire.limits import MAX_ID_CHARS
+from service.wire import BOM, ErrorInfo, Job, Result, batch_output, is_line, parse_job
+from service.wire.limits import MAX_ID_CHARS, MAX_SHOWN_CHARS
 
 COMPLETED = "completed"
 
@@ -38,7 +38,8 @@ class Line:
     key: str
     job: Job | None = None
     url: str | None = None
-    """Of an OpenAI Batch line."""
+    custom_id: str | None = None
+    """Both of an OpenAI Batch line."""
     error: JobError | None = None
 
 
@@ -60,9 +61,11 @@ def read_lines(file: IO[bytes], *, model: str, max_bytes: int) -> Iterator[Line]
     """Lines as jobs, one after the other; memory holds one line of at most `max_bytes`."""
     seen: dict[str, int] = {}
     number = 0
-    while line := file.readline(max_bytes + 2):
+    while line := file.readline(max_bytes + len(BOM) + len(b"\r\n")):
         number += 1
         whole = line
+        if number == 1:
+            line = line.removeprefix(BOM)
         while not whole.endswith(b"\n") and (rest := file.readline(1 << 16)):
             whole = rest
         if value := line.strip():
@@ -71,22 +74,36 @@ def read_lines(file: IO[bytes], *, model: str, max_bytes: int) -> Iterator[Line]
 
 def _parse(number: int, value: bytes, model: str, max_bytes: int, seen: dict[str, int]) -> Line:
     line = Line(number, value, row_key(line=value.decode(errors="replace"), model=model))
+    document = _document(value)
+    if is_line(document):
+        line.url, line.custom_id = _text(document.get("url")), _text(document["custom_id"])
     try:
         job = parse_job(value, key=None, timestamp_ms=int(time.time() * 1000), max_record_bytes=max_bytes)
         first = seen.setdefault(job.id, number)
         if first != number:
+            field, name = ("id", job.id) if line.custom_id is None else ("custom_id", line.custom_id)
+            shown = name[:MAX_SHOWN_CHARS]
             raise JobError(
-                "duplicate_id", f"id: {job.id!r} stands on line {first} already; the limit is one line per id",
-                field="id", value=job.id, limit="one line per id", job_id=job.id,
+                "duplicate_id", f"{field}: {shown!r} stands on line {first} already; the limit is one line per {field}",
+                field=field, value=shown, limit=f"one line per {field}", job_id=job.id,
             )  # fmt: skip
     except JobError as error:
         line.error = error
         return line
-    document = orjson.loads(value)
     line.job = job
-    line.url = document.get("url") if "custom_id" in document else None
     line.key = row_key(job=document, model=job.model or model)
     return line
+
+
+def _document(value: bytes) -> Any:
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return None  # parse_job tells why
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 class BatchRun:
@@ -138,7 +155,7 @@ class BatchRun:
             return job.id, line.value
         job_id = _retry_id(job.id, tries + 1)
         document = orjson.loads(line.value)
-        document["custom_id" if line.url else "id"] = job_id
+        document["id" if line.custom_id is None else "custom_id"] = job_id
         return job_id, orjson.dumps(document)
 
     async def _result_of(self, job_id: str, value: bytes) -> Result:
@@ -177,12 +194,12 @@ def _retry_id(job_id: str, tries: int) -> str:
 def _refused(line: Line, error: JobError) -> Row:
     info = ErrorInfo.of(error)
     row: Row = {"id": error.job_id, "status": "rejected", "error": dataclasses.asdict(info)}
-    return row | ({"custom_id": error.job_id, "response": None} if line.url else {})
+    return row | ({} if line.custom_id is None else {"custom_id": line.custom_id, "response": None})
 
 
 def _row(line: Line, job: Job, result: Result, model: str) -> Row:
     row: Row = orjson.loads(result.encode()) | {"id": job.id}
     if line.url:
         output = batch_output(result, url=line.url, model=job.model or model, created_s=int(time.time()))
-        row |= output | {"id": output["id"], "custom_id": job.id}
+        row |= output | {"id": output["id"], "custom_id": line.custom_id}
     return row

@@ -33,7 +33,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def read_document(path: Path) -> str:
-    """UTF-8 text; JobError for what is none."""
+    """UTF-8 text, without the mark that some editors put in front; JobError for what is none."""
     try:
         size = path.stat().st_size
         if size > MAX_DOCUMENT_BYTES:
@@ -41,7 +41,7 @@ def read_document(path: Path) -> str:
                 "document_too_large", f"{path.name} has {size} bytes; the limit is {MAX_DOCUMENT_BYTES}",
                 field="size", value=size, limit=MAX_DOCUMENT_BYTES,
             )  # fmt: skip
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise JobError(
             "invalid_utf8", f"{path.name} is not UTF-8 at byte {error.start}; the limit is valid UTF-8",

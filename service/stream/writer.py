@@ -6,32 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from service.stream.assemble import ResumedChoice
+from service.stream.attempt import NUM_PREFIX, Attempt, Ending, append_prefix
 from service.stream.config import StreamConfig
 from service.stream.connection import pack_args
-from service.stream.keys import AppendReply, JobKeys, Script
-from service.wire.common import ErrorInfo, FinishReason, Status, TokenLogprob, Usage
+from service.stream.keys import AppendReply, Script
+from service.wire.common import TokenLogprob
 from service.wire.event import Delta, End, Start, encode_delta, encode_end, encode_start
 
 _TOKEN_BYTES = 8
 """Rough size of a token id in JSON, for the backlog's estimate."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """Which attempt writes; what the fence compares."""
-
-    job_id: str
-    epoch: int
-    writer: str
-    """A nonce: tells apart two attempts that got one epoch from a Redis that lost its memory and whose clock was set
-    back."""
-    origin: str
-    digest: str
-    streamed: bool
-    number: int = 1
-    """How often the record was begun, this time included."""
-    deployment: str = ""
-    worker: str = ""
 
 
 @dataclass(slots=True)
@@ -39,18 +22,6 @@ class _Merged:
     texts: list[str]
     token_ids: list[int]
     logprobs: list[TokenLogprob] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a job ended, as its end event says it."""
-
-    status: Status
-    finish_reason: FinishReason | None
-    usage: Usage
-    error: ErrorInfo | None = None
-    refused: bool = False
-    """Nothing of the job was run, and its id stays free for another record."""
 
 
 class AttemptWriter:
@@ -103,7 +74,7 @@ class AttemptWriter:
         self._num_sent = 0
         self._num_acknowledged = 0
         self._waiters: list[tuple[int, asyncio.Future[bool]]] = []
-        self._prefix = _prefix(attempt, config, script)
+        self._prefix = append_prefix(attempt, config, script)
 
     @property
     def epoch(self) -> int:
@@ -226,7 +197,7 @@ class AttemptWriter:
             self._encode_unsent()
         refused = b"1" if self._ending is not None and self._ending.refused else b"0"
         arguments = [self._sent_decided, self._sent_end, refused, b"%d" % self._acknowledged_seq, *self._sent]
-        return b"*%d\r\n%b%b" % (_NUM_PREFIX + len(arguments), self._prefix, pack_args(arguments))
+        return b"*%d\r\n%b%b" % (NUM_PREFIX + len(arguments), self._prefix, pack_args(arguments))
 
     def acknowledge(self, reply: AppendReply) -> None:
         """Take the script's reply to the last `command()`."""
@@ -311,17 +282,3 @@ class AttemptWriter:
                 error=ending.error,
             )
             self._sent.append(encode_end(end))
-
-
-_NUM_PREFIX = 14
-"""EVALSHA, its hash, the number of keys, two keys and the nine arguments that stay the same."""
-
-
-def _prefix(attempt: Attempt, config: StreamConfig, script: Script) -> bytes:
-    keys = JobKeys.of(attempt.job_id, config.namespace)
-    constant = (
-        "EVALSHA", script.sha, 2, keys.meta, keys.log,
-        attempt.epoch, attempt.writer, config.ttl_s * 1000, config.max_log_entries, keys.live,
-        attempt.origin, attempt.digest, attempt.deployment, attempt.number,
-    )  # fmt: skip
-    return pack_args([arg if isinstance(arg, bytes) else str(arg).encode() for arg in constant])

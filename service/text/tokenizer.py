@@ -10,7 +10,9 @@ from service.errors import JobError
 from service.text.chat_template import ChatMessages, ChatTemplate
 from service.text.detokenizer import Detokenizer
 from service.text.markers import Markers
+from service.text.text_bound import TextBound, too_long
 from service.text.vocabulary import Vocabulary
+from service.wire.token_names import token_name
 
 # Tokens by which chat models end a turn or a document, whatever their configuration names as the end.
 _KNOWN_ENDS: Final = (
@@ -23,7 +25,10 @@ _BREAK: Final = "\ufdd0"
 
 
 class Tokenizer(Protocol):
-    """Safe to use from several threads; encoding belongs on a worker thread, it takes up to milliseconds."""
+    """Safe to use from several threads; encoding belongs on a worker thread, a long text takes a second.
+
+    Given `max_tokens`, a text that cannot fit in so many is refused (JobError) without being tokenized.
+    """
 
     @property
     def vocab_size(self) -> int: ...
@@ -31,8 +36,10 @@ class Tokenizer(Protocol):
     def eos_token_ids(self) -> frozenset[int]: ...
     @property
     def special_token_ids(self) -> frozenset[int]: ...
-    def encode_prompt(self, text: str) -> list[int]: ...
-    def encode_chat(self, messages: ChatMessages, *, timestamp_ms: int | None = None) -> list[int]: ...
+    def encode_prompt(self, text: str, *, max_tokens: int | None = None) -> list[int]: ...
+    def encode_chat(
+        self, messages: ChatMessages, *, timestamp_ms: int | None = None, max_tokens: int | None = None
+    ) -> list[int]: ...
     def token_text(self, token_id: int) -> str: ...
     def token_bytes(self, token_id: int) -> bytes: ...
     def detokenizer(
@@ -70,6 +77,8 @@ class ModelTokenizer:
         known = {i for i, name in self._vocabulary.special.items() if name in _KNOWN_ENDS}
         self._eos_token_ids = end_token_ids | known
         self._unmarked_ends = end_token_ids - self._vocabulary.special.keys()
+        self._opening = _opening_of(tokenizer)
+        self._bound = TextBound(tokenizer)
 
     @property
     def vocab_size(self) -> int:
@@ -87,11 +96,18 @@ class ModelTokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
-    def encode_prompt(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
-        return ids
+    def encode_prompt(self, text: str, *, max_tokens: int | None = None) -> list[int]:
+        """With the token that opens every text of this model, once: who writes a template by hand writes it too."""
+        if max_tokens is not None:
+            self._bound.check("prompt", text, max_tokens)
+        ids = self._encode([text], add_special_tokens=True)
+        added = len(self._opening)
+        written_too = added > 0 and ids[added : 2 * added] == self._opening
+        return ids[added:] if written_too else ids
 
-    def encode_chat(self, messages: ChatMessages, *, timestamp_ms: int | None = None) -> list[int]:
+    def encode_chat(
+        self, messages: ChatMessages, *, timestamp_ms: int | None = None, max_tokens: int | None = None
+    ) -> list[int]:
         """Token ids up to where the assistant begins; JobError when the model's template refuses."""
         if self._chat_template is None:
             raise JobError(
@@ -100,14 +116,19 @@ class ModelTokenizer:
             )  # fmt: skip
         texts = [text for message in messages for part, text in message.items() if part != "role"]
         if not any(self._markers.any_in(text) for text in texts):
-            return self._encode_rendered(self._chat_template.render(messages, timestamp_ms=timestamp_ms))
-        harmless = [
-            {part: text if part == "role" else self._broken_up(text) for part, text in message.items()}
-            for message in messages
-        ]
-        rendered = self._chat_template.render(harmless, timestamp_ms=timestamp_ms)
-        # Each piece by itself: no marker that a user wrote is whole in any of them.
-        return [i for piece in rendered.split(_BREAK) if piece for i in self._encode_rendered(piece)]
+            pieces = [self._chat_template.render(messages, timestamp_ms=timestamp_ms)]
+        else:
+            harmless = [
+                {part: text if part == "role" else self._broken_up(text) for part, text in message.items()}
+                for message in messages
+            ]
+            # Each piece by itself: no marker that a user wrote is whole in any of them.
+            rendered = self._chat_template.render(harmless, timestamp_ms=timestamp_ms)
+            pieces = [piece for piece in rendered.split(_BREAK) if piece]
+        if max_tokens is not None:
+            self._bound.check("messages", "".join(pieces), max_tokens)
+        # The template writes the opening token itself.
+        return self._encode(pieces, add_special_tokens=False)
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, to show it beside its log-probability."""
@@ -141,13 +162,21 @@ class ModelTokenizer:
         whole = self.detokenizer(prompt_token_ids)
         return whole.feed(token_ids) + whole.finish()
 
-    def _encode_rendered(self, text: str) -> list[int]:
-        # The template writes the opening token itself.
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+    def _encode(self, texts: list[str], *, add_special_tokens: bool) -> list[int]:
+        # `encode` would keep the interpreter lock, and with it the event loop and the step, for up to a second.
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [token_id for encoding in encodings for token_id in encoding.ids]
 
     def _broken_up(self, content: str) -> str:
         return self._markers.broken_up(content.replace(_BREAK, ""), _BREAK)
+
+
+def _opening_of(tokenizer: tokenizers.Tokenizer) -> list[int]:
+    """What the tokenizer puts in front of every text: usually the token that begins a document, or nothing."""
+    probe = tokenizer.encode("a", add_special_tokens=True)
+    num_added = next((i for i, added in enumerate(probe.special_tokens_mask) if not added), len(probe))
+    opening: list[int] = probe.ids[:num_added]
+    return opening
 
 
 class ByteTokenizer:
@@ -159,20 +188,26 @@ class ByteTokenizer:
     eos_token_ids = frozenset({EOS})
     special_token_ids = frozenset({EOS})
 
-    def encode_prompt(self, text: str) -> list[int]:
-        return list(text.encode())
+    def encode_prompt(self, text: str, *, max_tokens: int | None = None) -> list[int]:
+        return self._encode("prompt", text, max_tokens)
 
     def encode_chat(
         self,
         messages: ChatMessages,
         *,
         timestamp_ms: int | None = None,  # noqa: ARG002 - the protocol's
+        max_tokens: int | None = None,
     ) -> list[int]:
         turns = [f"{message['role']}: {message['content']}\n" for message in messages]
-        return self.encode_prompt("".join(turns) + "assistant: ")
+        return self._encode("messages", "".join(turns) + "assistant: ", max_tokens)
+
+    def _encode(self, field: str, text: str, max_tokens: int | None) -> list[int]:
+        if max_tokens is not None and len(text) > max_tokens:
+            raise too_long(field, len(text), max_tokens, 1)
+        return list(text.encode())
 
     def token_text(self, token_id: int) -> str:
-        return "<end>" if token_id == self.EOS else self.token_bytes(token_id).decode(errors="replace")
+        return "<end>" if token_id == self.EOS else token_name(self.token_bytes(token_id))
 
     def detokenizer(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 import tokenizers
 
 from service.errors import SettingsError
+from service.wire.token_names import token_name
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>\Z")
 
@@ -20,7 +21,7 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet | {chr(0x100 + position): byte for position, byte in enumerate(others)}
 
 
-_ALPHABET = _byte_level_alphabet()
+BYTE_LEVEL_ALPHABET = _byte_level_alphabet()
 
 
 class Vocabulary:
@@ -65,14 +66,14 @@ class Vocabulary:
         return known
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, to be shown: special ones by name, broken characters as U+FFFD."""
+        """One token by itself, to be shown: special ones by name, parts of characters by their bytes."""
         name = self.special.get(token_id)
-        return name if name is not None else self.token_bytes(token_id).decode(errors="replace")
+        return name if name is not None else token_name(self.token_bytes(token_id))
 
     def _bytes_of(self, token: str) -> bytes:
         if self._byte_level:
             # Added tokens are not written in the alphabet.
-            codes = [_ALPHABET.get(character) for character in token]
+            codes = [BYTE_LEVEL_ALPHABET.get(character) for character in token]
             return token.encode() if None in codes else bytes(code for code in codes if code is not None)
         if self._byte_tokens and (match := _BYTE_TOKEN.match(token)):
             return bytes([int(match.group(1), 16)])

@@ -11,7 +11,7 @@ from service.wire.common import (
     text_sha256,
 )
 from service.wire.dead_letter import DeadLetter, Origin, parse_dead_letter
-from service.wire.decode import parse_job, readable_id, record_time_ms
+from service.wire.decode import BOM, claimed_custom_id, parse_job, readable_id, record_time_ms
 from service.wire.event import (
     Delta,
     End,
@@ -24,10 +24,11 @@ from service.wire.event import (
     parse_event,
 )
 from service.wire.job import Job, Message, SloTargets
-from service.wire.openai_batch import batch_output
+from service.wire.openai_batch import batch_output, is_line, job_id_of
 from service.wire.result import Choice, Result, SloOutcome, Timings, parse_result
 
 __all__ = [
+    "BOM",
     "Choice",
     "DeadLetter",
     "Delta",
@@ -48,11 +49,14 @@ __all__ = [
     "TopLogprob",
     "Usage",
     "batch_output",
+    "claimed_custom_id",
     "encode_delta",
     "encode_end",
     "encode_event",
     "encode_start",
     "finite_logprob",
+    "is_line",
+    "job_id_of",
     "parse_dead_letter",
     "parse_event",
     "parse_job",

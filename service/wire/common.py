@@ -61,7 +61,10 @@ class TopLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A sampled token's natural-log probability and those of the likeliest alternatives, likeliest first."""
+    """A sampled token's natural-log probability and those of the likeliest alternatives, likeliest first.
+
+    `token` is its text, or `bytes:\\xe2\\x80` where a character is cut over several tokens.
+    """
 
     __pydantic_config__ = STRICT
 

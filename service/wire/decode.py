@@ -14,6 +14,9 @@ from service.wire import limits, openai_batch
 from service.wire.job import JOB_FIELDS, Job
 from service.wire.refusals import describe, job_error, path_name
 
+BOM = b"\xef\xbb\xbf"
+"""Byte order mark of UTF-8, which some editors put in front of a file."""
+
 _ID = re.compile(limits.ID_PATTERN.replace("$", r"\Z"))
 _NON_JSON_NUMBER = re.compile(rb"-?(?:NaN|Infinity)\b")
 _END_OF_KEY = re.compile(rb'"(?<!(?<!\\)\\")[ \t\n\r]*:')
@@ -47,6 +50,7 @@ def parse_job(
             f"value: {len(value)} bytes is above the limit {max_record_bytes}",
             field="value", value=len(value), limit=max_record_bytes, job_id=fallback_id,
         )  # fmt: skip
+    value = value.removeprefix(BOM)
     try:
         document = orjson.loads(value)
     except orjson.JSONDecodeError as error:
@@ -82,11 +86,12 @@ def _job_of(document: Any, value: bytes, fallback_id: str | None) -> Job:
             "not_an_object", f"value: {shown} is not a JSON object", field="value", value=shown,
             limit="a JSON object", job_id=fallback_id,
         )  # fmt: skip
-    is_batch_line = "custom_id" in document and "id" not in document
-    job_id = _claimed_id(document, "custom_id" if is_batch_line else "id") or fallback_id
+    is_batch_line = openai_batch.is_line(document)
     if is_batch_line:
+        job_id = openai_batch.job_id_of(document["custom_id"]) or fallback_id
         job = openai_batch.job_of_line(document, job_id)
     else:
+        job_id = _claimed_id(document) or fallback_id
         try:
             job = Job.model_validate(document)
         except ValidationError as error:
@@ -95,8 +100,21 @@ def _job_of(document: Any, value: bytes, fallback_id: str | None) -> Job:
     return job
 
 
-def _claimed_id(document: dict[str, Any], field: str) -> str | None:
-    claimed = document.get(field)
+def claimed_custom_id(value: bytes | None) -> str | None:
+    """The custom_id of a batch line that was refused, so that its result can say whose it is."""
+    if value is None or b"custom_id" not in value or len(value) > limits.MAX_RECORD_BYTES:
+        return None
+    try:
+        document = json.loads(value.removeprefix(BOM))  # reads NaN too
+        claimed = document["custom_id"] if openai_batch.is_line(document) else None
+        orjson.dumps(claimed)  # half a surrogate pair cannot be written
+    except (ValueError, RecursionError, TypeError):
+        return None
+    return claimed if openai_batch.job_id_of(claimed) is not None else None
+
+
+def _claimed_id(document: dict[str, Any]) -> str | None:
+    claimed = document.get("id")
     return claimed if isinstance(claimed, str) and _ID.match(claimed) else None
 
 

@@ -2,27 +2,77 @@
 
 import re
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from service.wire import limits
+from service.wire.openai_fields import EMPTY, is_empty
 
 
 class StrictModel(BaseModel):
-    """A part of a message: exact types, no unknown fields, immutable."""
+    """A part of a message: exact types, no unknown fields, immutable. A field that is null is one not given."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
 
+    empty_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields that this service does not serve, accepted while they are empty."""
+
     @model_validator(mode="before")
     @classmethod
-    def _bound_fields(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > limits.MAX_FIELDS:
+    def _given_fields(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if len(value) > limits.MAX_FIELDS:
             reason = f"{len(value)} fields is above the limit {limits.MAX_FIELDS}"
             raise refusal(reason, limit=limits.MAX_FIELDS, field="value", value=len(value))
-        return value
+        fields = cls.model_fields
+        required = {field.alias or name for name, field in fields.items() if field.is_required()}
+        return {
+            name: part for name, part in value.items() if name in required or not cls._is_absent(name, part)
+        }
+
+    @classmethod
+    def _is_absent(cls, name: str, value: Any) -> bool:
+        return value is None or (name in cls.empty_fields and is_empty(value))
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Every optional field may be null, and so may one that is unknown."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        required = schema.get("required", ())
+        optional = {
+            name: nullable(part) for name, part in schema["properties"].items() if name not in required
+        }
+        schema["properties"] |= optional
+        for name in sorted(cls.empty_fields):
+            schema["properties"].setdefault(name, {"enum": list(EMPTY)})
+        schema["additionalProperties"] = {"type": "null"}
+        return schema
+
+
+def nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    """A JSON schema that takes null as well; what describes the field stays outside."""
+    if {"type": "null"} in schema.get("anyOf", ()):
+        return schema
+    outside: dict[str, Any] = {
+        name: schema[name] for name in ("title", "description", "default") if name in schema
+    }
+    inside = {name: part for name, part in schema.items() if name not in outside}
+    choices = inside["anyOf"] if inside.keys() == {"anyOf"} else [inside]
+    return {"anyOf": [*choices, {"type": "null"}], **outside}
 
 
 def refusal(
@@ -155,8 +205,15 @@ def _deadline(value: Any) -> Any:
 class TextPart(StrictModel):
     """A text part in OpenAI's list form of `content`."""
 
-    type: str = Field(pattern="^text$")
+    type: Literal["text"]
     text: str
+
+
+class RefusalPart(StrictModel):
+    """What an assistant of OpenAI's said when it would not answer; text like any other."""
+
+    type: Literal["refusal"]
+    refusal: str
 
 
 def _joined_parts(value: Any) -> Any:
@@ -168,16 +225,19 @@ def _joined_parts(value: Any) -> Any:
     if len(value) > limits.MAX_CONTENT_PARTS:
         reason = f"{len(value)} parts is above the limit {limits.MAX_CONTENT_PARTS}"
         raise refusal(reason, limit=limits.MAX_CONTENT_PARTS)
-    texts = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text":
-            shown = str(kind)[: limits.MAX_SHOWN_CHARS]
-            raise refusal(f"part of type {shown!r} is not supported; only text is", limit="text")
-        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-            raise refusal('a text part is {"type": "text", "text": string}', limit="type, text")
-        texts.append(part["text"])
-    return "\n".join(texts)
+    return "\n".join(map(_text_of_part, value))
+
+
+def _text_of_part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind not in ("text", "refusal"):
+        shown = str(kind)[: limits.MAX_SHOWN_CHARS]
+        raise refusal(f"part of type {shown!r} is not supported; only text is", limit="text")
+    given = {name for name, value in part.items() if value is not None}
+    if given != {"type", kind} or not isinstance(part[kind], str):
+        raise refusal(f'a {kind} part is {{"type": "{kind}", "{kind}": string}}', limit=f"type, {kind}")
+    text: str = part[kind]
+    return text
 
 
 def number(*, ge: float | None = None, gt: float | None = None, le: float) -> Any:
@@ -186,7 +246,12 @@ def number(*, ge: float | None = None, gt: float | None = None, le: float) -> An
 
 
 Id = Annotated[str, Field(pattern=limits.ID_PATTERN, max_length=limits.MAX_ID_CHARS)]
-Content = Annotated[str, BeforeValidator(_joined_parts, json_schema_input_type=str | list[TextPart])]
+_Parts = Annotated[
+    list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]],
+    Field(max_length=limits.MAX_CONTENT_PARTS),
+]
+CustomId = Annotated[str, Field(min_length=1, max_length=limits.MAX_CUSTOM_ID_CHARS)]
+Content = Annotated[str, BeforeValidator(_joined_parts, json_schema_input_type=str | _Parts)]
 TokenId = Annotated[int, Field(ge=0, le=limits.MAX_TOKEN_ID)]
 PromptTokenIds = Annotated[
     tuple[TokenId, ...],

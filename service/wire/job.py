@@ -1,11 +1,11 @@
 """The job as users publish it."""
 
 import hashlib
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from service.wire import fields, limits
+from service.wire import fields, limits, openai_fields
 from service.wire.response_format import ResponseFormat, TextFormat
 
 PROMPT_FIELDS = ("messages", "prompt", "prompt_token_ids")
@@ -13,13 +13,43 @@ PROMPT_FIELDS = ("messages", "prompt", "prompt_token_ids")
 _SEED_MASK = (1 << 64) - 1
 
 
+def _describe_replies(schema: dict[str, Any]) -> None:
+    """Tell in the schema what `Message._whole_reply` accepts."""
+    empty = {"enum": list(openai_fields.EMPTY)}
+    schema["required"] = ["role"]
+    schema["properties"]["refusal"] = {"anyOf": [{"type": "string"}, empty]}
+    either = [{"refusal": empty}, {"refusal": {"type": "string"}, "content": {"enum": [None, ""]}}]
+    schema["if"] = {"properties": {"role": {"const": "assistant"}}}
+    schema["then"] = {"anyOf": [{"properties": properties} for properties in either]}
+    others = {"refusal": empty, "content": {"not": {"type": "null"}}}
+    schema["else"] = {"properties": others, "required": ["content"]}
+
+
 class Message(fields.StrictModel):
-    """One turn. `developer` is OpenAI's newer name of `system` and reaches the chat template as that."""
+    """One turn. `developer` is OpenAI's newer name of `system` and reaches the chat template as that.
+
+    The reply of an OpenAI API may be sent back as it came: an assistant's content may be missing, and a refusal
+    without content is what the assistant said.
+    """
+
+    model_config = ConfigDict(json_schema_extra=_describe_replies)
+    empty_fields: ClassVar[frozenset[str]] = openai_fields.REPLY_FIELDS
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: fields.Content
     name: Annotated[str, Field(min_length=1, max_length=limits.MAX_NAME_CHARS)] | None = None
     tool_call_id: Annotated[str, Field(min_length=1, max_length=limits.MAX_ID_CHARS)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_reply(cls, value: Any) -> Any:
+        """An assistant's message with content: what it refused with, or nothing, where it has none."""
+        if not isinstance(value, dict) or value.get("role") != "assistant" or value.get("content"):
+            return value
+        refusal = value.get("refusal")
+        if not isinstance(refusal, str):
+            return value if value.get("content") is not None else {**value, "content": ""}
+        return {**value, "content": refusal, "refusal": None}
 
     def as_template_input(self) -> dict[str, str]:
         role = "system" if self.role == "developer" else self.role
@@ -40,6 +70,8 @@ class SloTargets(fields.StrictModel):
 
 class Job(fields.StrictModel):
     """One generation to run, as published; every field is bounded."""
+
+    empty_fields: ClassVar[frozenset[str]] = openai_fields.REQUEST_FIELDS
 
     id: fields.Id
     model: Annotated[str, Field(min_length=1, max_length=limits.MAX_MODEL_CHARS)] | None = None
@@ -75,7 +107,7 @@ class Job(fields.StrictModel):
     logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
     """OpenAI's completions meaning: k alternatives beside each sampled token; 0 is the sampled one alone."""
     n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] = 1
-    response_format: ResponseFormat = TextFormat()
+    response_format: ResponseFormat = TextFormat(type="text")
 
     service_class: Literal["interactive", "standard", "batch"] = "standard"
     slo: SloTargets = SloTargets()
@@ -84,6 +116,8 @@ class Job(fields.StrictModel):
     stream: bool = True
     return_token_ids: bool = False
     metadata: fields.Metadata | None = None
+    custom_id: fields.CustomId | None = None
+    """What the producer calls the job, echoed in its result; a batch line's, from which its id comes."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -12,6 +12,8 @@ MAX_RECORD_BYTES: Final = 1 << 20
 # Long enough for two UUIDs and a prefix (2 × 36 + 56); short enough for Redis keys and log lines.
 MAX_ID_CHARS: Final = 128
 ID_PATTERN: Final = rf"^[A-Za-z0-9._:-]{{1,{MAX_ID_CHARS}}}$"
+MAX_CUSTOM_ID_CHARS: Final = 512
+"""What OpenAI's batches allow; any characters."""
 MAX_MODEL_CHARS: Final = 256
 MAX_TENANT_CHARS: Final = 128
 MAX_NAME_CHARS: Final = 64

@@ -1,5 +1,8 @@
 """Lines of OpenAI Batch files: in as jobs, out as the lines that OpenAI's own tools read."""
 
+import codecs
+import hashlib
+import re
 from itertools import accumulate
 from typing import Any
 
@@ -7,10 +10,12 @@ from pydantic import ValidationError
 
 from service.errors import JobError
 from service.wire import limits
-from service.wire.common import TokenLogprob
+from service.wire.common import TokenLogprob, TopLogprob
 from service.wire.job import JOB_FIELDS, Job
-from service.wire.refusals import describe, job_error
+from service.wire.openai_fields import REQUEST_FIELDS, is_empty
+from service.wire.refusals import describe, job_error, unknown_field
 from service.wire.result import Choice, Result
+from service.wire.token_names import distinct_names, token_bytes
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
@@ -32,6 +37,10 @@ BODY_FIELDS = {
     COMPLETIONS_URL: _SHARED | _RENAMED.keys() | _COMPLETIONS_ONLY,
 }
 
+_PLAIN_ID = re.compile(limits.ID_PATTERN.strip("^$"))
+_NOT_OF_AN_ID = re.compile(r"[^A-Za-z0-9._:-]")
+_MAX_READABLE_CHARS = 64
+
 
 def _refuse(field: str, reason: str, value: Any, limit: str | int, job_id: str | None) -> JobError:
     return JobError(
@@ -40,8 +49,27 @@ def _refuse(field: str, reason: str, value: Any, limit: str | int, job_id: str |
     )  # fmt: skip
 
 
+def is_line(document: Any) -> bool:
+    """Whether a record is a batch line and not a job."""
+    return isinstance(document, dict) and "custom_id" in document and document.get("id") is None
+
+
+def job_id_of(custom_id: Any) -> str | None:
+    """The id of a line's job: the custom_id where that is an id, else what can be read of it and its hash.
+
+    None for what is no custom_id. The hash makes different ones differ, from plain ids too.
+    """
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= limits.MAX_CUSTOM_ID_CHARS:
+        return None
+    if _PLAIN_ID.fullmatch(custom_id):
+        return custom_id
+    digest = hashlib.sha256(custom_id.encode(errors="surrogatepass")).hexdigest()
+    return f"{_NOT_OF_AN_ID.sub('-', custom_id[:_MAX_READABLE_CHARS])}:{digest[:32]}"
+
+
 def job_of_line(line: dict[str, Any], job_id: str | None) -> Job:
     """The job that a line asks for; errors name the line's own fields."""
+    line = {name: value for name, value in line.items() if value is not None or name == "custom_id"}
     unknown = next((name for name in line if name not in LINE_FIELDS), None)
     if unknown is not None:
         field = unknown[: limits.MAX_SHOWN_CHARS]
@@ -58,21 +86,34 @@ def job_of_line(line: dict[str, Any], job_id: str | None) -> Job:
             "invalid_value", f"url: {describe(url)} is not {allowed}", field="url", value=describe(url),
             limit=allowed, job_id=job_id,
         )  # fmt: skip
+    _check_custom_id(line["custom_id"], job_id)
     if not isinstance(body, dict):
         raise _refuse("body", f"{describe(body, private=True)} is not an object", body, "an object", job_id)
     return _job_of_body(line["custom_id"], url, body, job_id)
 
 
-def _job_of_body(custom_id: Any, url: str, body: dict[str, Any], job_id: str | None) -> Job:
-    unknown = next((name for name in body if name not in BODY_FIELDS[url]), None)
+def _check_custom_id(custom_id: Any, job_id: str | None) -> None:
+    limit = limits.MAX_CUSTOM_ID_CHARS
+    if not isinstance(custom_id, str):
+        raise _refuse("custom_id", f"{describe(custom_id)} is not a string", custom_id, "a string", job_id)
+    if not custom_id:
+        raise _refuse("custom_id", "empty; at least 1 character", custom_id, 1, job_id)
+    if len(custom_id) > limit:
+        reason = f"a string of {len(custom_id)} characters is above the limit {limit}"
+        raise _refuse("custom_id", reason, custom_id, limit, job_id)
+
+
+def _job_of_body(custom_id: str, url: str, body: dict[str, Any], job_id: str | None) -> Job:
+    # OpenAI's clients write null for "not given".
+    fields = {name: value for name, value in body.items() if not _is_absent(name, value)}
+    unknown = next((name for name in fields if name not in BODY_FIELDS[url]), None)
     if unknown is not None:
         field = f"body.{unknown[: limits.MAX_SHOWN_CHARS]}"
+        reason, limit = unknown_field(field, BODY_FIELDS[url])
         raise JobError(
-            "unknown_field", f"{field}: unknown field for {url}", field=field,
-            value=describe(body[unknown], private=True), limit="known fields only", job_id=job_id,
+            "unknown_field", f"{field}: {reason}", field=field,
+            value=describe(fields[unknown], private=True), limit=limit, job_id=job_id,
         )  # fmt: skip
-    # OpenAI's clients write null for "not given".
-    fields = {name: value for name, value in body.items() if value is not None}
     if "max_completion_tokens" in fields and "max_tokens" in fields:
         raise _refuse(
             "body.max_completion_tokens", "given together with max_tokens; the limit is one of them",
@@ -83,7 +124,7 @@ def _job_of_body(custom_id: Any, url: str, body: dict[str, Any], job_id: str | N
         for name, value in fields.items()
         if name in _SHARED or name in _RENAMED
     }
-    document["id"] = custom_id
+    document |= {"id": job_id_of(custom_id), "custom_id": custom_id}
     _merge_stop_token_ids(document, fields.get("stop_token_ids"), job_id)
     if url == CHAT_URL:
         _map_chat(document, fields, job_id)
@@ -93,6 +134,10 @@ def _job_of_body(custom_id: Any, url: str, body: dict[str, Any], job_id: str | N
         return Job.model_validate(document)
     except ValidationError as error:
         raise _as_line_error(job_error(error, known=JOB_FIELDS, job_id=job_id), fields) from None
+
+
+def _is_absent(name: str, value: Any) -> bool:
+    return value is None or (name in REQUEST_FIELDS and is_empty(value))
 
 
 def _merge_stop_token_ids(document: dict[str, Any], ids: Any, job_id: str | None) -> None:
@@ -136,7 +181,7 @@ def _as_line_error(error: JobError, fields: dict[str, Any]) -> JobError:
     )
     field = error.field or ""
     root = field.split("[", 1)[0].split(".", 1)[0]
-    renamed = "custom_id" if root == "id" else f"body.{theirs.get(root, root)}{field[len(root) :]}"
+    renamed = f"body.{theirs.get(root, root)}{field[len(root) :]}"
     message = error.message
     message = renamed + message.removeprefix(field) if message.startswith(field) else message
     return JobError(
@@ -146,7 +191,7 @@ def _as_line_error(error: JobError, fields: dict[str, Any]) -> JobError:
 
 def batch_output(result: Result, *, url: str, model: str, created_s: int) -> dict[str, Any]:
     """The line of an OpenAI Batch output file for `result`; `url` is its request line's."""
-    line: dict[str, Any] = {"id": f"batch_req_{result.id}", "custom_id": result.id}
+    line: dict[str, Any] = {"id": f"batch_req_{result.id}", "custom_id": result.custom_id or result.id}
     if result.status != "completed":
         error = result.error
         code, message = (
@@ -184,8 +229,11 @@ def _chat_choice(choice: Choice) -> dict[str, Any]:
 
 
 def _chat_logprob(entry: TokenLogprob) -> dict[str, Any]:
-    top = [{"token": other.token, "logprob": other.logprob, "bytes": None} for other in entry.top]
-    return {"token": entry.token, "logprob": entry.logprob, "bytes": None, "top_logprobs": top}
+    return _with_bytes(entry) | {"top_logprobs": [_with_bytes(other) for other in entry.top]}
+
+
+def _with_bytes(entry: TokenLogprob | TopLogprob) -> dict[str, Any]:
+    return {"token": entry.token, "logprob": entry.logprob, "bytes": list(token_bytes(entry.token))}
 
 
 def _completion_choice(choice: Choice) -> dict[str, Any]:
@@ -194,9 +242,7 @@ def _completion_choice(choice: Choice) -> dict[str, Any]:
         logprobs = {
             "tokens": [entry.token for entry in choice.logprobs],
             "token_logprobs": [entry.logprob for entry in choice.logprobs],
-            "top_logprobs": [
-                {other.token: other.logprob for other in entry.top} for entry in choice.logprobs
-            ],
+            "top_logprobs": [_by_name(entry) for entry in choice.logprobs],
             "text_offset": _text_offsets(choice.logprobs),
         }
     return {
@@ -207,7 +253,16 @@ def _completion_choice(choice: Choice) -> dict[str, Any]:
     }
 
 
+def _by_name(entry: TokenLogprob) -> dict[str, float]:
+    """As many entries as there are tokens, and the sampled one's under the name that `tokens` has for it."""
+    logprobs = {other.token_id: other.logprob for other in entry.top} | {entry.token_id: entry.logprob}
+    named = [(entry.token_id, entry.token), *((other.token_id, other.token) for other in entry.top)]
+    names = distinct_names(named)
+    return {names[token_id]: logprob for token_id, logprob in logprobs.items()}
+
+
 def _text_offsets(logprobs: tuple[TokenLogprob, ...]) -> list[int]:
-    """Where each token begins, in characters from the first one."""
-    lengths = [len(entry.token) for entry in logprobs[:-1]]
+    """Where each token begins, in characters from the first one; parts of a character begin where it does."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    lengths = [len(decoder.decode(token_bytes(entry.token))) for entry in logprobs[:-1]]
     return list(accumulate(lengths, initial=0)) if logprobs else []

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from service.errors import JobError
-from service.wire import limits
+from service.wire import limits, openai_fields
 from service.wire.response_format import FORMAT_TYPES
 
 # Text of users never travels in an error: what stands in these fields is told by type and size alone.
@@ -70,8 +70,13 @@ def path_name(path: Iterable[int | str]) -> str:
     return name if len(name) <= limits.MAX_ID_CHARS else name[: limits.MAX_ID_CHARS] + "…"
 
 
-def _unknown_field(field: str, known: Iterable[str]) -> tuple[str, str]:
-    near = difflib.get_close_matches(field.rsplit(".", 1)[-1][:64], list(known), n=1)
+def unknown_field(field: str, known: Iterable[str]) -> tuple[str, str]:
+    """Reason and limit for a field that is not accepted as it is."""
+    leaf = field.rsplit(".", 1)[-1]
+    unserved = openai_fields.REPLY_FIELDS if "messages" in field else openai_fields.REQUEST_FIELDS
+    if leaf in unserved and leaf not in known:
+        return "not supported; it may only be null or empty", "null or empty"
+    near = difflib.get_close_matches(leaf[:64], list(known), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return f"unknown field{hint}", "known fields only"
 
@@ -131,7 +136,7 @@ def job_error(error: ValidationError, *, known: Iterable[str], job_id: str | Non
     code = "invalid_value"
     if kind == "extra_forbidden":
         code = "unknown_field"
-        reason, limit = _unknown_field(field, known)
+        reason, limit = unknown_field(field, known)
     elif kind in _EXPLAIN:
         code = "missing_field" if kind == "missing" else code
         reason, limit = _EXPLAIN[kind](shown, context)

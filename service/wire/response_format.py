@@ -9,7 +9,7 @@ from service.wire.fields import StrictModel, bounded, free_form
 
 
 class TextFormat(StrictModel):
-    type: Literal["text"] = "text"
+    type: Literal["text"]
 
 
 class JsonObjectFormat(StrictModel):

@@ -72,6 +72,8 @@ class Result:
     error: ErrorInfo | None = None
     metadata: dict[str, Any] | None = None
     """The job's, unchanged."""
+    custom_id: str | None = None
+    """The batch line's, unchanged; the id is made from it where it is no id by itself."""
     v: Literal[1] = WIRE_VERSION
 
     def encode(self) -> bytes:
@@ -86,8 +88,9 @@ class Result:
         ]
         fields = {name: getattr(self, name) for name in Result.__slots__}
         fields["choices"] = choices
-        if self.error is None:
-            del fields["error"]
+        for name in ("error", "custom_id"):
+            if fields[name] is None:
+                del fields[name]
         return orjson.dumps(fields)
 
 

@@ -11,7 +11,9 @@ from service.wire import limits, openai_batch
 from service.wire.asyncapi import asyncapi_document
 from service.wire.dead_letter import Origin, header_name
 from service.wire.event import event_adapter
+from service.wire.fields import nullable
 from service.wire.job import PROMPT_FIELDS, job_schema
+from service.wire.openai_fields import EMPTY, REQUEST_FIELDS
 from service.wire.result import result_adapter
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -37,19 +39,29 @@ def batch_line_document() -> dict[str, Any]:
     job = job_schema()
     bodies = []
     for url, names in openai_batch.BODY_FIELDS.items():
-        properties = {name: _nullable(_body_field(name, url, job)) for name in sorted(names)}
-        body = {"type": "object", "properties": properties, "additionalProperties": False}
+        properties = {name: nullable(_body_field(name, url, job)) for name in sorted(names)}
+        for name in sorted(REQUEST_FIELDS):
+            empty = {"enum": list(EMPTY)}
+            properties[name] = {"anyOf": [properties[name], empty]} if name in properties else empty
+        body = {"type": "object", "properties": properties, "additionalProperties": {"type": "null"}}
         bodies.append({"properties": {"url": {"const": url}, "body": body}})
     schema = {
         "type": "object",
         "properties": {
-            "custom_id": job["properties"]["id"],
-            "method": {"const": "POST"},
+            "custom_id": {
+                "type": "string",
+                "minLength": 1,
+                "maxLength": limits.MAX_CUSTOM_ID_CHARS,
+                "description": "The job's id where it has the form of one (1 to 128 of A-Z a-z 0-9 . _ : -). Else the "
+                "id is its first 64 characters with - for those that an id cannot have, a colon, and the first 32 hex "
+                "digits of its SHA-256. The result carries it as custom_id either way.",
+            },
+            "method": {"enum": ["POST", None]},
             "url": {"enum": list(openai_batch.BODY_FIELDS)},
             "body": {"type": "object"},
         },
         "required": ["custom_id", "url", "body"],
-        "additionalProperties": False,
+        "additionalProperties": {"type": "null"},
         "oneOf": bodies,
         "$defs": job["$defs"],
     }
@@ -69,10 +81,6 @@ def _body_field(name: str, url: str, job: dict[str, Any]) -> dict[str, Any]:
     renamed = {"top_logprobs": "logprobs", "max_completion_tokens": "max_tokens", "user": "tenant"}
     field: dict[str, Any] = own[renamed.get(name, name)]
     return field
-
-
-def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"anyOf": [schema, {"type": "null"}]}
 
 
 def event_document() -> dict[str, Any]:

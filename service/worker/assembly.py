@@ -1,7 +1,6 @@
 """Puts the parts of a worker together; none of them runs yet."""
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from kernels.grammar import Grammars
@@ -25,6 +24,7 @@ from service.worker.job_table import JobTable
 from service.worker.line import Line
 from service.worker.namespace import NamespaceClaim, SharedClock
 from service.worker.observer import Observer
+from service.worker.prompts import PromptEncoder, TextLanes
 from service.worker.specs import ModelLimits
 
 
@@ -72,7 +72,7 @@ def model_limits(settings: Settings, loaded: Loaded) -> ModelLimits:
 
 
 def assemble(
-    settings: Settings, loaded: Loaded, metrics: Metrics, text_executor: ThreadPoolExecutor, *, worker: str
+    settings: Settings, loaded: Loaded, metrics: Metrics, text_lanes: TextLanes, *, worker: str
 ) -> Parts:
     """Called on the event loop that will run the parts.
 
@@ -90,41 +90,27 @@ def assemble(
         if credit.has_returned():
             parts.consumer.wake()
 
+    def may_open() -> bool:
+        return claim.held and listener.listening.is_set()
+
     engine = make_engine(
-        settings,
-        loaded.step_thread,
-        loaded.runner,
-        lambda updates: parts.flow.on_updates(updates),
-        on_step=on_step,
-    )
+        settings, loaded.step_thread, loaded.runner, lambda updates: parts.flow.on_updates(updates), on_step=on_step
+    )  # fmt: skip
     line = Line(lambda: settings.max_waiting - engine.scheduler.stats().num_waiting)
     publisher = StreamPublisher(stream, on_fenced=lambda job_id, epoch: parts.flow.on_fenced(job_id, epoch))
     wall_clock = SharedClock()
     claim = NamespaceClaim(kafka, stream, publisher, wall_clock)
     producer = ResultProducer(kafka, wall_clock)
     listener = CancelListener(stream, lambda job_id: parts.flow.on_cancel(job_id), table.open_job_ids)
-    credit = CreditRule(
-        settings,
-        engine.scheduler,
-        publisher,
-        producer,
-        table,
-        may_open=lambda: claim.held and listener.listening.is_set(),
-    )
+    credit = CreditRule(settings, engine.scheduler, publisher, producer, table, may_open=may_open)
     consumer = JobConsumer(
         kafka,
-        on_deliveries=lambda deliveries: parts.flow.on_deliveries(deliveries),
+        on_deliveries=lambda records: parts.flow.on_deliveries(records),
         on_lost=lambda partitions: parts.flow.on_lost(partitions),
         credit=credit,
     )
     context = Context(
-        names=Names(
-            worker,
-            settings.results_topic,
-            settings.dead_letter_topic,
-            settings.max_job_bytes,
-            settings.max_attempts,
-        ),
+        names=_names(settings, worker),
         limits=model_limits(settings, loaded),
         targets=class_targets(settings),
         engine=engine,
@@ -136,8 +122,8 @@ def assemble(
         metrics=metrics,
         complete=consumer.complete,
         grammars=GrammarGate(loaded.grammars),
-        text_executor=text_executor,
         wall_clock=wall_clock,
+        prompts=PromptEncoder(loaded.tokenizer, text_lanes, max_tokens=loaded.runner.max_model_len),
     )
     parts = Parts(
         engine=engine,
@@ -153,3 +139,13 @@ def assemble(
         grammars=context.grammars,
     )
     return parts
+
+
+def _names(settings: Settings, worker: str) -> Names:
+    return Names(
+        worker,
+        settings.results_topic,
+        settings.dead_letter_topic,
+        settings.max_job_bytes,
+        settings.max_attempts,
+    )

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from scheduler.config import ClassTargets
@@ -16,6 +15,7 @@ from service.stream.publisher import StreamPublisher
 from service.text.tokenizer import Tokenizer
 from service.worker.job_table import JobTable
 from service.worker.line import Line
+from service.worker.prompts import PromptEncoder
 from service.worker.specs import ModelLimits
 
 
@@ -45,8 +45,7 @@ class Context:
     complete: Callable[[Delivery], None]
     """Tell the consumer that a record is settled."""
     grammars: GrammarGate
-    text_executor: ThreadPoolExecutor
-    """One thread: templates and tokenization, in the order of arrival."""
+    prompts: PromptEncoder
     wall_clock: Callable[[], float]
     """Seconds since 1970 as the deployment counts them."""
     clock: Callable[[], float] = field(default=time.monotonic)

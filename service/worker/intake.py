@@ -1,7 +1,5 @@
 """From a delivered record to requests in the engine, or to a refusal."""
 
-import asyncio
-
 import structlog
 
 from scheduler.spec import FinishReason
@@ -16,7 +14,6 @@ from service.worker.job_run import JobRun
 from service.worker.line import Turn
 from service.worker.specs import (
     check_against_model,
-    encode_prompt,
     make_choices,
     make_spec,
     rejected,
@@ -74,9 +71,7 @@ class Intake:
             self._check_attempts(run, opened.attempts_without_progress)
             check_against_model(job, self._c.limits)
             run.grammar = await self._c.grammars.admit(job)
-            prompt = await asyncio.get_running_loop().run_in_executor(
-                self._c.text_executor, encode_prompt, job, self._c.tokenizer, run.date_ms
-            )
+            prompt = await self._c.prompts.encode(job, run.date_ms)
             run.num_prompt_tokens = len(prompt)
             self._c.table.note_prompt(len(prompt))
             if not self._resume(run, job, prompt, opened):

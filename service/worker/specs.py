@@ -48,13 +48,18 @@ def check_against_model(job: Job, limits: ModelLimits) -> None:
             )  # fmt: skip
 
 
-def encode_prompt(job: Job, tokenizer: Tokenizer, date_ms: int) -> tuple[int, ...]:
-    """The prompt's ids; runs off the event loop. A template that writes the date writes that of `date_ms`."""
+def encode_prompt(job: Job, tokenizer: Tokenizer, date_ms: int, max_tokens: int | None) -> tuple[int, ...]:
+    """The prompt's ids; runs off the event loop.
+
+    A template that writes the date writes that of `date_ms`. Raises JobError; given `max_tokens`, at once for a text
+    that cannot fit in so many.
+    """
     if job.prompt_token_ids is not None:
         return tuple(job.prompt_token_ids)
     if job.prompt is not None:
-        return tuple(tokenizer.encode_prompt(job.prompt))
-    return tuple(tokenizer.encode_chat(job.template_messages(), timestamp_ms=date_ms))
+        return tuple(tokenizer.encode_prompt(job.prompt, max_tokens=max_tokens))
+    messages = job.template_messages()
+    return tuple(tokenizer.encode_chat(messages, timestamp_ms=date_ms, max_tokens=max_tokens))
 
 
 def make_choices(

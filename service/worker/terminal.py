@@ -3,8 +3,17 @@
 from typing import Literal
 
 from scheduler.spec import FinishReason
-from service.stream.writer import Ending
-from service.wire import Choice, ErrorInfo, Result, SloOutcome, Status, Timings, Usage
+from service.stream.attempt import Ending
+from service.wire import (
+    Choice,
+    ErrorInfo,
+    Result,
+    SloOutcome,
+    Status,
+    Timings,
+    Usage,
+    claimed_custom_id,
+)
 from service.wire import FinishReason as WireFinishReason
 from service.worker.job_run import ChoiceRun, JobRun
 from service.worker.targets import Targets
@@ -94,6 +103,7 @@ def result_of(run: JobRun, status: Status, targets: Targets, *, worker: str, now
         slo=slo_of(timings, targets, status),
         error=error_of(run, status),
         metadata=None if job is None else job.metadata,
+        custom_id=claimed_custom_id(run.delivery.value) if job is None else job.custom_id,
     )
 
 

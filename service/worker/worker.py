@@ -18,6 +18,7 @@ from service.metrics import Metrics
 from service.settings import Settings
 from service.text.load import load_tokenizer
 from service.worker.assembly import Loaded, Parts, assemble, end_token_ids
+from service.worker.prompts import TextLanes
 from service.worker.readiness import Readiness
 
 log = structlog.get_logger(__name__)
@@ -62,13 +63,17 @@ class Worker:
             await self._load_and_serve()
 
     async def _load_and_serve(self) -> None:
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="text") as text_executor:
+        with (
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix="text") as text_executor,
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-text") as long_text_executor,
+        ):
             loaded = await self._load(text_executor)
             try:
                 if self._stop.is_set():
                     log.info("stopped_while_loading", worker=self.name)
                     return
-                parts = assemble(self._settings, loaded, self.metrics, text_executor, worker=self.name)
+                lanes = TextLanes(text_executor, long_text_executor)
+                parts = assemble(self._settings, loaded, self.metrics, lanes, worker=self.name)
                 await self._serve(parts)
             finally:
                 await loaded.step_thread.stop()

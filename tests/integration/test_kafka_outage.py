@@ -159,7 +159,7 @@ async def test_hazard_broken_producer_is_rebuilt_and_the_record_sent_again(
     config = config_for(kafka, "unused", results_topic=await kafka.new_topic(), ack_timeout_s=0.5)
     producer = running_producer(config)
     await producer.send(config.results_topic, b"a", b"1")
-    inner = producer._producer
+    inner = producer._supervisor._producer
     assert inner is not None
     if how == "closed":
         await inner.stop()

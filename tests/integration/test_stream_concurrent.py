@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 import pytest
 from redis.asyncio import Redis
 
+from service.stream.attempt import Ending
 from service.stream.publisher import StreamPublisher
-from service.stream.writer import Ending
 from service.wire.common import Usage
 from tests.support.redis import RedisServer
 from tests.support.streams import FAST, Followed, open_job, running_publisher, stream_of

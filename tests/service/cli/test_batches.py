@@ -1,5 +1,6 @@
 """submit, summarize and dlq: streaming, resumable, one bad row never ends a run."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -71,12 +72,25 @@ def test_retry_failed_runs_only_those_again(tailrace: Tailrace, tmp_path: Path) 
 
 def test_openai_batch_lines_come_back_as_openai_batch_lines(tailrace: Tailrace) -> None:
     body = {"model": "deterministic", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
-    line = {"custom_id": "b4-1", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    ended = tailrace("submit", "-", "--wait", stdin=json.dumps(line))
-    row = json.loads(ended.stdout)
-    assert (ended.returncode, row["custom_id"], row["error"]) == (0, "b4-1", None)
-    choice = row["response"]["body"]["choices"][0]
-    assert choice["message"]["content"] == row["choices"][0]["text"]
+    ids = ["b4-1", "b4 2", "Ä-é", "path/to/file.txt"]
+    lines = [{"custom_id": i, "method": "POST", "url": "/v1/chat/completions", "body": body} for i in ids]
+    ended = tailrace("submit", "-", "--wait", stdin="\r\n".join(map(json.dumps, lines)))
+    rows = {row["custom_id"]: row for row in map(json.loads, ended.stdout.splitlines())}
+    assert (ended.returncode, rows.keys()) == (0, set(ids))
+    for row in rows.values():
+        assert row["error"] is None
+        choice = row["response"]["body"]["choices"][0]
+        assert choice["message"]["content"] == row["choices"][0]["text"]
+
+
+def test_refused_batch_line_on_the_topic_is_filed_under_the_id_made_from_its_custom_id(
+    tailrace: Tailrace, service: Service
+) -> None:
+    line = {"custom_id": "refused / 1", "url": "/v1/completions", "body": {"prompt": "p", "n": 99}}
+    job_id = "refused---1:" + hashlib.sha256(b"refused / 1").hexdigest()[:32]
+    _publish_raw(service, b"any key", json.dumps(line).encode())
+    for name in (job_id, "refused / 1"):
+        assert json.loads(tailrace("tail", name, "--json").stdout.splitlines()[-1])["status"] == "rejected"
 
 
 def test_job_under_an_id_of_another_job_is_told(tailrace: Tailrace) -> None:

@@ -155,6 +155,29 @@ async def test_bad_regex_or_grammar_is_refused_with_field_value_and_limit(
     assert accepts(await gate.admit(job(regex("a+"))), "aa")
 
 
+OWN_REASONS = {name: case for name, case in BAD.items() if name != "endless"} | {
+    "ambiguous oneOf": (schema({"oneOf": [{"const": 1}, {"minimum": 1}]}), SCHEMA_FIELD, "anyOf"),
+    "unknown format": (schema({"type": "string", "format": "word"}), SCHEMA_FIELD, "word"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_REASONS)
+async def test_grammar_refused_for_its_own_reason_says_that_reason_alone(
+    gate: GrammarGate, name: str
+) -> None:
+    response_format, _, reason = OWN_REASONS[name]
+    with pytest.raises(JobError, match=reason) as raised:
+        await gate.admit(job(response_format))
+    told = f"{raised.value.message} {raised.value.limit}"
+    assert not re.search(r"must be|compiles|MiB|\d s\b|option", told)
+
+
+async def test_grammar_that_costs_too_much_names_what_it_may_cost(gate: GrammarGate) -> None:
+    with pytest.raises(JobError, match=r"it must be one that compiles in 0\.3 s and 1024 MiB$") as raised:
+        await gate.admit(job(schema(ENDLESS)))
+    assert raised.value.limit == "compiles in 0.3 s and 1024 MiB"
+
+
 async def test_a_grammar_that_never_compiles_costs_its_process_once(gate: GrammarGate) -> None:
     await gate.admit(job(regex("a+")))
     first = gate._trial._process

@@ -4,7 +4,7 @@ from service.ingest import KafkaConfig, ResultProducer
 
 
 async def test_hazard_acks_all_and_idempotence_are_not_aiokafkas_defaults() -> None:
-    inner = ResultProducer(KafkaConfig())._make_producer()
+    inner = ResultProducer(KafkaConfig())._supervisor._make_producer()
     try:
         assert inner._sender._acks == -1
         assert inner._txn_manager is not None

@@ -13,6 +13,7 @@ from tokenizers import decoders
 
 from service.errors import JobError, SettingsError
 from service.text import ByteTokenizer, ModelTokenizer, load_tokenizer
+from service.wire.token_names import token_bytes
 from tests.service.text import tiny
 
 ROUND_TRIPS = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=30)
@@ -79,7 +80,22 @@ def test_every_single_token_has_the_text_that_its_own_decoder_gives(byte_level: 
     special = byte_level.special_token_ids
     for token_id in range(byte_level.vocab_size):
         if token_id not in special:
-            assert byte_level.token_text(token_id) == tiny_decode(byte_level, [token_id])
+            shown = token_bytes(byte_level.token_text(token_id)).decode(errors="replace")
+            assert shown == tiny_decode(byte_level, [token_id])
+
+
+def test_tokens_that_are_parts_of_characters_are_shown_by_their_bytes(
+    byte_level: ModelTokenizer, sentencepiece_like: ModelTokenizer
+) -> None:
+    for tokenizer in (byte_level, sentencepiece_like, ByteTokenizer()):
+        ids = tokenizer.encode_prompt("🦉")
+        names = [tokenizer.token_text(token_id) for token_id in ids if tokenizer.token_bytes(token_id)]
+        assert all(name.startswith("bytes:\\x") for name in names if name.strip())
+        assert b"".join(map(token_bytes, names)).decode().strip() == "🦉"
+    ids = range(byte_level.vocab_size)
+    assert len({byte_level.token_text(token_id) for token_id in ids}) == len(ids), (
+        "no two are called the same"
+    )
 
 
 def test_special_tokens_are_named_beside_logprobs_and_absent_from_text(byte_level: ModelTokenizer) -> None:

@@ -89,7 +89,7 @@ HELLO = [{"role": "user", "content": "x"}]
             {**LINE, "body": {"model": "m", "messages": HELLO, "seed": None, "logprobs": True, "user": "u"}},
             True,
         ),
-        ({**LINE, "body": {"messages": HELLO, "tools": []}}, False),
+        ({**LINE, "body": {"messages": HELLO, "tools": [{}]}}, False),
         ({**LINE, "body": {"messages": HELLO, "temperature": 9}}, False),
         ({**LINE, "url": "/v1/completions", "body": {"prompt": ["x"], "logprobs": 3}}, True),
         ({**LINE, "url": "/v1/completions", "body": {"prompt": ["x", "y"]}}, False),

@@ -1,0 +1,114 @@
+"""How few tokens a text can become, told without tokenizing it."""
+
+import json
+import unicodedata
+from typing import Any, Final, Literal
+
+import tokenizers
+from tokenizers import models
+
+from service.errors import JobError
+from service.text.vocabulary import BYTE_LEVEL_ALPHABET
+
+_KEEPING_PRE_TOKENIZERS: Final = frozenset({"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation"})
+"""Those that cut text and, unless they are told to, remove nothing of it."""
+_KEEPING_NORMALIZERS: Final = frozenset({"Prepend", "NFD", "NFKD", "ByteLevel"})
+_COMPOSING_NORMALIZERS: Final[tuple[Literal["NFC", "NFKC"], ...]] = ("NFC", "NFKC")
+"""Up to four characters become one."""
+_CONTINUING_BYTES: Final = frozenset(range(0x80, 0xC0))
+"""Every character beyond ASCII has one: known ones are enough for it to leave a token."""
+
+
+class TextBound:
+    """No token stands for more characters than the vocabulary's longest name has.
+
+    That holds where every character of a text goes into some token. A tokenizer that may drop any of them, or make one
+    unknown token of many, has no such bound.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        """Takes a tenth of a second for a large vocabulary."""
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        added = tokenizer.get_added_tokens_decoder().values()
+        normalizers = _steps(tokenizer.normalizer, "normalizers")
+        pre_tokenizers = _steps(tokenizer.pre_tokenizer, "pretokenizers")
+        forms = [form for step in normalizers for form in _COMPOSING_NORMALIZERS if step["type"] == form]
+        self._form = forms[0] if forms else None
+        self._swallows_space = any(token.lstrip or token.rstrip for token in added)
+        unknown = _unknown_bytes(tokenizer, vocabulary)
+        self._lost = [chr(byte) for byte in sorted(unknown or ()) if byte < 0x80]
+        """Characters that leave no token: some vocabularies lack a few control characters."""
+        keeps_all = (
+            unknown is not None
+            and unknown.isdisjoint(_CONTINUING_BYTES)
+            and len(forms) <= 1
+            and all(map(_normalizer_keeps_all, normalizers))
+            and all(map(_pre_tokenizer_keeps_all, pre_tokenizers))
+        )
+        self.max_chars_per_token: int | None = max(map(len, vocabulary), default=1) if keeps_all else None
+        """None: there is no bound."""
+
+    def check(self, field: str, text: str, max_tokens: int) -> None:
+        """Raise JobError for a text that has more than `max_tokens` tokens, however it is tokenized."""
+        per_token = self.max_chars_per_token
+        if per_token is not None and self._exceeds(text, max_tokens * per_token):
+            raise too_long(field, len(text), max_tokens, per_token)
+
+    def _exceeds(self, text: str, max_chars: int) -> bool:
+        """Whether what the tokenizer sees of `text` has more than `max_chars` characters."""
+        if len(text) <= max_chars:
+            return False
+        if self._form is not None:
+            text = unicodedata.normalize(self._form, text)
+        num_lost = sum(map(text.count, self._lost))
+        if self._swallows_space:
+            return sum(map(len, text.split())) - num_lost > max_chars
+        return len(text) - num_lost > max_chars
+
+
+def too_long(field: str, num_chars: int, max_tokens: int, max_chars_per_token: int) -> JobError:
+    limit = max_tokens * max_chars_per_token
+    return JobError(
+        "infeasible",
+        f"{field}: {num_chars} characters is above the limit {limit} "
+        f"({max_tokens} tokens of at most {max_chars_per_token} characters)",
+        field=field, value=num_chars, limit=limit,
+    )  # fmt: skip
+
+
+def _steps(part: Any, inner: str) -> list[dict[str, Any]]:
+    if part is None:
+        return []
+    described: dict[str, Any] = json.loads(part.__getstate__())
+    return _flattened(described, inner)
+
+
+def _flattened(step: dict[str, Any], inner: str) -> list[dict[str, Any]]:
+    if step["type"] != "Sequence":
+        return [step]
+    return [each for part in step[inner] for each in _flattened(part, inner)]
+
+
+def _normalizer_keeps_all(step: dict[str, Any]) -> bool:
+    if step["type"] == "Replace":
+        pattern = step["pattern"].get("String")
+        return pattern is not None and len(step["content"]) >= len(pattern)
+    return step["type"] in _KEEPING_NORMALIZERS or step["type"] in _COMPOSING_NORMALIZERS
+
+
+def _pre_tokenizer_keeps_all(step: dict[str, Any]) -> bool:
+    return step["type"] in _KEEPING_PRE_TOKENIZERS and step.get("behavior") != "Removed"
+
+
+def _unknown_bytes(tokenizer: tokenizers.Tokenizer, vocabulary: dict[str, int]) -> set[int] | None:
+    """Bytes that are no tokens, which vanish or run together in one unknown token. None: it is not bytes that count."""
+    if not isinstance(tokenizer.model, models.BPE):
+        return None
+    if tokenizer.model.byte_fallback:
+        names = {byte: f"<0x{byte:02X}>" for byte in range(256)}
+    else:
+        steps = _steps(tokenizer.pre_tokenizer, "pretokenizers") + _steps(tokenizer.normalizer, "normalizers")
+        if not any(step["type"] == "ByteLevel" for step in steps):
+            return None
+        names = {byte: letter for letter, byte in BYTE_LEVEL_ALPHABET.items()}
+    return {byte for byte, name in names.items() if name not in vocabulary}
