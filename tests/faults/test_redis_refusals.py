@@ -1,0 +1,150 @@
+"""A Redis that answers but refuses, in every version that is served: jobs wait, and none is blamed.
+
+Before version 7 an error inside a script comes wrapped in a sentence about the script.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import redis
+from redis.asyncio import Redis
+
+from tests.support.kafka import KafkaBroker
+from tests.support.members import eventually
+from tests.support.redis import RedisServer
+from tests.support.service import new_service, running_worker
+
+pytestmark = [pytest.mark.kafka, pytest.mark.redis]
+
+
+@contextmanager
+def out_of_memory(server: RedisServer) -> Iterator[str]:
+    with contextlib.closing(server.client()) as client:
+        client.config_set("maxmemory", "1")
+        try:
+            yield "maxmemory"
+        finally:
+            client.config_set("maxmemory", "0")
+
+
+@contextmanager
+def read_only(server: RedisServer) -> Iterator[str]:
+    """A replica whose master does not answer keeps what it has and takes nothing."""
+    with contextlib.closing(server.client()) as client:
+        client.replicaof("127.0.0.1", "1")
+        try:
+            yield "read only replica"
+        finally:
+            client.replicaof("NO", "ONE")
+
+
+@contextmanager
+def cannot_save(server: RedisServer) -> Iterator[str]:
+    """A folder stands where the snapshot belongs, and the server is told to stop writes then."""
+    obstacle = server.folder / "dump.rdb"
+    with contextlib.closing(server.client()) as client:
+        obstacle.mkdir()
+        client.config_set("save", "3600 1")
+        _save(client)
+        try:
+            yield "snapshot"
+        finally:
+            obstacle.rmdir()
+            client.config_set("save", "")
+            _save(client)
+
+
+def _save(client: redis.Redis) -> None:
+    """Returns when the server knows how a snapshot went."""
+    with contextlib.suppress(redis.ResponseError):
+        client.save()  # sets the status by itself, before it answers
+    client.bgsave()
+    while client.info("persistence")["rdb_bgsave_in_progress"]:  # type: ignore[index]
+        pass
+
+
+REFUSALS = {"out of memory": out_of_memory, "read only": read_only, "cannot save": cannot_save}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+async def test_refusals_of_the_server_make_jobs_wait_and_blame_none(
+    kafka: KafkaBroker, any_redis_server: RedisServer, refusal: str
+) -> None:
+    any_redis_server.flush()
+    service = await new_service(kafka, any_redis_server)
+    running = [{"id": f"running-{i}", "prompt": f"q {i}", "max_tokens": 200} for i in range(4)]
+    waiting = [{"id": f"waiting-{i}", "prompt": f"q {i}", "max_tokens": 20} for i in range(40)]
+    async with running_worker(service.settings(deterministic_step_ms="5", max_num_seqs="8")) as worker:
+        await service.publish(running)
+        await service.wait_for_tokens("running-0", 10)
+        with REFUSALS[refusal](any_redis_server) as word:
+            await service.publish(waiting)
+            await eventually(lambda: "redis" in worker.readiness.reasons(), "the worker says so")
+            assert worker.parts is not None
+            publisher = worker.parts.publisher
+            failures = publisher.num_failures
+            await eventually(lambda: publisher.num_failures > failures + 3, "it goes on trying")
+            assert word in worker.readiness.reasons()["redis"]
+        results = await service.wait_for_results([job["id"] for job in [*running, *waiting]])
+        streams = [await service.read(job_id) for job_id in results]
+    assert {result.status for result in results.values()} == {"completed"}
+    assert all(len(records) == 1 for records in (await service.read_results()).values())
+    assert [stream.verdict.problems for stream in streams if not stream.verdict.complete] == []
+
+
+@pytest.mark.parametrize("missing", ["hincrby", "xadd", "publish", "subscribe"])
+async def test_a_user_without_a_right_consumes_nothing_until_it_has_it(
+    kafka: KafkaBroker, any_redis_server: RedisServer, missing: str
+) -> None:
+    any_redis_server.flush()
+    service = await new_service(kafka, any_redis_server)
+    user = ["ACL", "SETUSER", "worker", "on", ">secret", "allkeys", "allchannels", "+@all"]
+    url = any_redis_server.url.replace("://", "://worker:secret@")
+    async with Redis.from_url(any_redis_server.url) as admin:
+        await admin.execute_command(*user, f"-{missing}")
+        try:
+            async with running_worker(service.settings(redis_url=url)) as worker:
+                await service.publish([{"id": f"job-{i}", "prompt": "x", "max_tokens": 4} for i in range(20)])
+                await eventually(
+                    lambda: (
+                        "a worker needs" in worker.readiness.reasons().get("redis", "")
+                        or "permissions" in worker.readiness.reasons().get("redis", "")
+                    ),
+                    "the worker says what is wrong",
+                )
+                assert worker.parts is not None
+                await eventually(lambda: worker.parts.consumer.ready, "the consumer could fetch")  # type: ignore[union-attr]
+                assert worker.parts.consumer.stats().deliveries == 0
+                await admin.execute_command(*user)
+                results = await service.wait_for_results([f"job-{i}" for i in range(20)])
+                await eventually(lambda: not worker.readiness.reasons(), "ready again")
+        finally:
+            await admin.execute_command("ACL", "DELUSER", "worker")
+    assert {result.status for result in results.values()} == {"completed"}
+
+
+async def test_a_job_waits_longer_than_its_stream_may_live(
+    kafka: KafkaBroker, any_redis_server: RedisServer
+) -> None:
+    """One seat, a time to live of a second, and a job that waits for about three."""
+    any_redis_server.flush()
+    service = await new_service(kafka, any_redis_server, partitions=1)
+    settings = service.settings(stream_ttl_s="1", max_num_seqs="1", deterministic_step_ms="10")
+    async with running_worker(settings):
+        await service.publish(
+            [
+                {"id": "long", "prompt": "x", "max_tokens": 300},
+                {"id": "queued", "prompt": "y", "max_tokens": 5},
+            ]
+        )
+        reading = asyncio.create_task(service.read("queued"))
+        results = await service.wait_for_results(["long", "queued"])
+        stream = await reading
+    assert results["queued"].timings.queued_s is not None
+    assert results["queued"].timings.queued_s > 2
+    assert stream.verdict.complete
+    assert not stream.gaps
+    assert [start.resumed_tokens for start in stream.starts] == [(0,)]
