@@ -38,6 +38,8 @@ class ResultFollower:
         self._positions: dict[TopicPartition, int] = {}
         self._expected: dict[str, asyncio.Future[Result]] = {}
         self._task: asyncio.Task[None] | None = None
+        self._stopping = False
+        """Looked at as well: somewhere below aiokafka a cancellation can get lost."""
         self._last_record_s = 0.0
 
     @property
@@ -50,6 +52,7 @@ class ResultFollower:
         self._task = asyncio.create_task(self._run(), name="results")
 
     async def stop(self) -> None:
+        self._stopping = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -103,12 +106,12 @@ class ResultFollower:
         What no reconnect can mend is told to all who wait, instead of leaving them to wait for ever.
         """
         num_failures = 0
-        while True:
+        while not self._stopping:
             try:
                 if self._consumer is None:
                     await self._connect()
                 self._last_record_s = asyncio.get_running_loop().time()
-                while True:
+                while not self._stopping:
                     await self._poll()
                     num_failures = 0
                     await self._check_progress()
