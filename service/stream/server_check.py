@@ -13,8 +13,8 @@ from service.stream.keys import CLAIM, HAND_BACK, OPEN, JobKeys, Script
 
 LEAST_VERSIONS = {"Redis": (6, 2), "Valkey": (7, 2)}
 COMMANDS = (
-    "del evalsha exists get hdel hincrby hmget hset ping pexpire publish script|load set subscribe time xadd "
-    "xrange"
+    "client|setname del evalsha exists get hdel hget hincrby hmget hset ping pexpire publish script|load select set "
+    "subscribe time unsubscribe xadd xrange"
 )
 """What the Redis user of a worker has to be allowed, on `<namespace>:*` keys and channels."""
 _PROBE_TTL_MS = 1_000

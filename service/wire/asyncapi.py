@@ -54,7 +54,7 @@ def _channels() -> dict[str, Any]:
         ),
         "log": _redis_key(
             "tailrace:{{id}}:log",
-            "Redis Stream, bounded and with a time to live; each entry has one field `event` with the JSON. "
+            "Redis Stream, bounded and with a time to live; `tailrace` is the deployment's namespace. Each entry has one field `event` with the JSON. "
             "The inner braces of the address are the parameter, the outer ones are written: the hash tag.",
             "event",
         ),
@@ -65,7 +65,9 @@ def _channels() -> dict[str, Any]:
             "event",
         ),
         "cancelled": _redis_key(
-            "tailrace:{{id}}:cancel", "Redis key with a time to live: set to cancel the job.", None
+            "tailrace:{{id}}:cancel",
+            "Redis key with a time to live: set it, then publish the id on tailrace:control, to cancel the job.",
+            None,
         ),
         "control": _redis_key(
             "tailrace:control", "Redis pub/sub channel that tells the workers of a cancellation.", None

@@ -7,15 +7,19 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import redis
 from redis.asyncio import Redis
 
+from service.stream.control import request_cancel
 from tests.support.kafka import KafkaBroker
 from tests.support.members import eventually
 from tests.support.redis import RedisServer
 from tests.support.service import new_service, running_worker
+
+README = Path(__file__).resolve().parents[2] / "README.md"
 
 pytestmark = [pytest.mark.kafka, pytest.mark.redis]
 
@@ -148,3 +152,37 @@ async def test_a_job_waits_longer_than_its_stream_may_live(
     assert stream.verdict.complete
     assert not stream.gaps
     assert [start.resumed_tokens for start in stream.starts] == [(0,)]
+
+
+async def test_the_rights_that_the_readme_lists_are_enough(
+    kafka: KafkaBroker, any_redis_server: RedisServer
+) -> None:
+    any_redis_server.flush()
+    service = await new_service(kafka, any_redis_server)
+    rights = README.read_text().split("a Redis user with\n`")[1].split("`")[0].split()
+    url = any_redis_server.url.replace("://", "://minimal:secret@")
+    async with Redis.from_url(any_redis_server.url) as admin:
+        await admin.execute_command(
+            "ACL",
+            "SETUSER",
+            "minimal",
+            "reset",
+            "resetchannels",
+            "on",
+            ">secret",
+            "~tailrace:*",
+            "&tailrace:*",
+            *rights,
+        )
+        try:
+            async with running_worker(service.settings(redis_url=url, deterministic_step_ms="5")) as worker:
+                await service.publish(
+                    [{"id": f"job-{i}", "prompt": "x", "max_tokens": 100} for i in range(4)]
+                )
+                await service.wait_for_tokens("job-0", 3)
+                await request_cancel(admin, "job-1")
+                results = await service.wait_for_results([f"job-{i}" for i in range(4)])
+                await eventually(lambda: not worker.readiness.reasons(), "ready")
+        finally:
+            await admin.execute_command("ACL", "DELUSER", "minimal")
+    assert {result.status for result in results.values()} <= {"completed", "cancelled"}
