@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kernels.grammar import GrammarError, Grammars, GrammarSeats
-from kernels.last_tokens import LastTokens
 from kernels.runner import FinishedStep
+from kernels.runtime.last_tokens import LastTokens
+from kernels.sampling.rules import NO_LOGIT
 from scheduler.plan import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
 EOS_TOKEN_ID = 256
@@ -128,7 +129,7 @@ class DeterministicRunner:
         if row.sampling is None:
             return RowResult(row.request_id)
         if state == _POISONED:
-            return RowResult(row.request_id, error="the model produced NaN or infinite logits for this row")
+            return RowResult(row.request_id, error=NO_LOGIT)
         return self._sample(row, state)
 
     def _read_context(self, row: ScheduledRow) -> int:

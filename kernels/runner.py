@@ -5,7 +5,6 @@ from typing import Literal, Protocol, get_args
 
 from kernels.errors import OptionsError
 from kernels.grammar import Grammars
-from kernels.registry import resolve_model
 from scheduler.plan import StepPlan, StepResult
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -98,7 +97,7 @@ class RunnerOptions:
     """auto: bfloat16 where the processor multiplies it natively or our kernels do, else float32."""
     quantization: Quantization = "none"
     bf16_product: Bf16Product = "auto"
-    """On the CPU; the process's, so its models must agree. auto: the quicker one, see kernels.ops.cpu.product."""
+    """How the CPU multiplies bfloat16: one way per process, so its models must agree. auto: the quicker one."""
     block_size: int = 16
     kv_cache_bytes: int = 1 << 30
     max_num_seqs: int = 64
@@ -126,14 +125,3 @@ class RunnerOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionsError(f"{name} is {value}; it must be at least 1")
-
-
-def load_runner(options: RunnerOptions) -> Runner:
-    """Reads the model and allocates its KV pool; seconds, so off the event loop.
-
-    Raises ModelNotFoundError, ModelFileError or OptionsError.
-    """
-    source = resolve_model(options.model)
-    from kernels.model_loading import load_model_runner  # here, because torch takes seconds
-
-    return load_model_runner(options, source)

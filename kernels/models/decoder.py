@@ -6,10 +6,10 @@ import torch
 
 from kernels.batch import ForwardBatch
 from kernels.config import ModelConfig
-from kernels.kv_pool import KVPool
-from kernels.models.fused import FusedDecoder, fused_supported
+from kernels.models.cpu.decoder import FusedDecoder, fused_supported
 from kernels.models.gemma3 import Gemma3Decoder
 from kernels.models.portable import PortableDecoder
+from kernels.runtime.kv_pool import KVPool
 
 
 class DecoderModel:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from kernels.linear import Linear, make_linear
+from kernels.ops.linear.portable import Linear, make_linear
 
 
 class DecoderTensors:

@@ -8,13 +8,13 @@ import torch.nn.functional as F  # noqa: N812
 
 from kernels.batch import ForwardBatch
 from kernels.config import Gemma3Shape, ModelConfig
-from kernels.kv_pool import KVPool
-from kernels.linear import Linear
 from kernels.models.decoder_tensors import DecoderTensors
 from kernels.models.rope import inverse_frequencies
+from kernels.ops.linear.portable import Linear
 from kernels.ops.paged_attention.portable import Scores, paged_attention
 from kernels.ops.rotary.reference import rotary_reference
 from kernels.ops.store_kv.reference import store_kv_reference
+from kernels.runtime.kv_pool import KVPool
 
 _Rotation = tuple[torch.Tensor, torch.Tensor]
 """cos and sin [num_tokens, head_dim / 2]"""

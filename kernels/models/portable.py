@@ -7,15 +7,15 @@ import torch
 
 from kernels.batch import ForwardBatch
 from kernels.config import ModelConfig
-from kernels.kv_pool import KVPool
-from kernels.linear import Linear
 from kernels.models.decoder_tensors import DecoderTensors
 from kernels.models.rope import rotary_tables
+from kernels.ops.linear.portable import Linear
 from kernels.ops.paged_attention.portable import Scores, paged_attention
 from kernels.ops.rms_norm.reference import rms_norm_reference
 from kernels.ops.rotary.reference import rotary_reference
 from kernels.ops.silu_mul.reference import silu_mul_reference
 from kernels.ops.store_kv.reference import store_kv_reference
+from kernels.runtime.kv_pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)

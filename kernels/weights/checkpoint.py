@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from kernels.config import ModelConfig
-from kernels.registry import ModelFormat, ModelSource
 from kernels.weights.gemma3_tensors import Gemma3Tensors
 from kernels.weights.gguf_model import open_gguf
 from kernels.weights.hugging_face import read_config
-from kernels.weights.layout import check_layout, has_head_of_its_own
+from kernels.weights.layout import TensorReader, check_layout, has_head_of_its_own
 from kernels.weights.safetensors_folder import SafetensorsFolder
-from kernels.weights.tensor_reader import TensorReader
+from kernels.weights.source import ModelFormat, ModelSource
 
 
 class Weights(Mapping[str, torch.Tensor]):

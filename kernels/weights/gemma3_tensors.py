@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.weights.tensor_reader import TensorReader
+from kernels.weights.layout import TensorReader
 
 _TEXT_PREFIX = re.compile(r"(language_model\.model|model\.language_model|language_model)\.")
 _PICTURES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")

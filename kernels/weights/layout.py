@@ -1,19 +1,32 @@
 """Which tensors a model of a given shape has; a checkpoint that differs is refused before it is read."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from kernels.config import ModelConfig
 from kernels.errors import ModelFileError
-from kernels.weights.tensor_reader import TensorReader
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".self_attn.attn.bias")
 """Buffers that older checkpoints carry and that follow from the config."""
+
+
+class TensorReader(Protocol):
+    """Tensors of one checkpoint under Hugging Face names, in whatever type they are stored."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def file_of(self, name: str) -> Path:
+        """Which file holds a tensor, for messages."""
+        ...
+
+    def load(self, name: str, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 
 from kernels.config import ModelConfig
-from kernels.kv_pool import KVPool
 from kernels.ops.cpu.features import cpu_kernels_supported
+from kernels.ops.cpu.product_choice import choose_bf16_product
 from kernels.ops.linear.packing import PANEL, pack_linear
-from kernels.ops.paged_attention.cpu_row import attend_row
-from kernels.registry import resolve_model
-from kernels.weights import open_checkpoint
+from kernels.runtime.kv_pool import KVPool
+from kernels.weights.checkpoint import open_checkpoint
+from kernels.weights.source import resolve_model
+from ops.bench.cpu_calls import attend_row
 from ops.bench.relaxed_tile import left_type, product
 
 BLOCK_SIZE = 32
@@ -147,6 +148,7 @@ def main() -> int:
             "this processor takes the portable path, which does not promise level 2: there is nothing to compare"
         )
         return 1
+    choose_bf16_product()
     config = open_checkpoint(resolve_model(options.model), torch.bfloat16).config
     contexts = [
         (int(batch), int(context))

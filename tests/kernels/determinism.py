@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from kernels.kv_pool import bytes_per_block
-from kernels.model_loading import load_model_runner
-from kernels.model_runner import ModelRunner
-from kernels.registry import resolve_model
+from kernels.loading import load_runner
 from kernels.runner import RunnerOptions
-from kernels.sampling import Sampler
-from kernels.weights import open_checkpoint
+from kernels.runtime.kv_pool import bytes_per_block
+from kernels.runtime.model_runner import ModelRunner
+from kernels.sampling.cpu.sampler import Sampler
+from kernels.weights.checkpoint import open_checkpoint
+from kernels.weights.source import resolve_model
 from scheduler.config import SchedulerConfig
 from scheduler.plan import RowResult, SamplingParams, ScheduledRow, StepPlan
 from scheduler.scheduler import Scheduler
@@ -87,7 +87,7 @@ def load(model: str, circumstances: Circumstances, **options: Any) -> ModelRunne
     chosen = replace(base, **options)
     source, dtype = resolve_model(model), getattr(torch, chosen.dtype)
     block_bytes = bytes_per_block(open_checkpoint(source, dtype).config, chosen.block_size, dtype)
-    runner = load_model_runner(replace(chosen, kv_cache_bytes=circumstances.num_blocks * block_bytes), source)
+    runner = load_runner(replace(chosen, kv_cache_bytes=circumstances.num_blocks * block_bytes))
     assert runner.num_blocks == circumstances.num_blocks
     return runner
 

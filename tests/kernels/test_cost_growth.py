@@ -15,14 +15,15 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpreterBuilder
 
 from kernels.config import ModelConfig
-from kernels.gpu.checks.attention import AttentionCase, check_attention
-from kernels.gpu.kv_pool import GpuKVPool
-from kernels.kv_pool import KVPool, bytes_per_block
-from kernels.model_loading import pool_shape
-from kernels.model_runner import ModelRunner, PoolShape
+from kernels.loading import pool_shape
 from kernels.models.decoder import DecoderModel
 from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.runner import RunnerOptions
+from kernels.runtime.gpu.kv_pool import GpuKVPool
+from kernels.runtime.kv_pool import KVPool, bytes_per_block
+from kernels.runtime.model_runner import ModelRunner, PoolShape
+from kernels.sampling.cpu.sampler import Sampler
+from kernels.tools.checks.attention import AttentionCase, check_attention
 from kernels.weights.layout import expected_shapes
 from scheduler.plan import SamplingParams, ScheduledRow, StepPlan
 from tests.support.cost import count_calls, kept_bytes, peak_bytes
@@ -44,7 +45,13 @@ def make_runner(dtype: str) -> ModelRunner:
     model = DecoderModel(CONFIG, weights, pool, dtype=pool.dtype, num_threads=1)
     assert model.is_fused == (dtype == "bfloat16")
     shape = PoolShape(pool.num_blocks, BLOCK_SIZE, CONTEXTS[-1])
-    return ModelRunner(model, shape, max_num_seqs=2, max_num_batched_tokens=64)
+    return ModelRunner(
+        model,
+        shape,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        make_sampler=lambda: Sampler(CONFIG.vocab_size),
+    )
 
 
 def step_of(context_tokens: int, num_tokens: int = 1) -> StepPlan:

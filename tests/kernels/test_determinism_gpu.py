@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.gpu.checks.attention import make_batch, move_batch
-from kernels.gpu.checks.sampling import make_params
-from kernels.gpu.sampler import GpuSampler
-from kernels.gpu.step_inputs import StepInputs
 from kernels.ops.paged_attention.gpu import paged_attention
 from kernels.ops.store_kv.gpu import KVBlocks
+from kernels.runtime.gpu.step_inputs import StepInputs
+from kernels.sampling.gpu.sampler import GpuSampler
+from kernels.tools.checks.attention import make_batch, move_batch
+from kernels.tools.checks.sampling import make_params
 from scheduler.plan import RowResult, ScheduledRow
 
 CPU = torch.device("cpu")

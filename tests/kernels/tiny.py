@@ -20,8 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kernels.registry import resolve_model
-from kernels.weights import Checkpoint, open_checkpoint
+from kernels.weights.checkpoint import Checkpoint, open_checkpoint
+from kernels.weights.source import resolve_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 199,

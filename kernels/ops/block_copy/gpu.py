@@ -9,8 +9,8 @@ words, so the element type does not matter.
 import torch
 import triton.language as tl
 
-from kernels.gpu.jit import kernel
-from kernels.gpu.tuning import launch_config
+from kernels.ops.gpu.jit import kernel
+from kernels.ops.gpu.tuning import launch_config
 
 
 @kernel("source_ids", "target_ids")

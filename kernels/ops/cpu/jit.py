@@ -94,8 +94,7 @@ def _sources_digest() -> str:
     sources = (
         *(root / "ops").glob("*/cpu*.py"),
         *(root / "ops" / "cpu").glob("*.py"),
-        *(root / "models").glob("fused_*.py"),
-        root / "models" / "step_layout.py",
+        *(root / "models" / "cpu").glob("*.py"),
     )
     digest = hashlib.sha256()
     for source in sorted(sources):

@@ -23,8 +23,8 @@ TIMEOUT_S = 600.0
 _CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from kernels.ops.cpu.product import Product, choose_product
-choose_product(Product(sys.argv[3]))
+from kernels.ops.cpu.product import Product, set_bf16_product
+set_bf16_product(Product(sys.argv[3]))
 from kernels.ops.cpu.jit import numba
 numba.config.CACHE_DIR = sys.argv[2]
 import importlib

@@ -5,10 +5,15 @@ nobody, so no barrier can deadlock and a core busy with something else only draw
 Counters are int64, two per phase, each on a cache line of its own, zero when the region starts.
 """
 
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
 import torch
 
 from kernels.ops.cpu.intrinsics import cycles, fetch_add, i64, load_acquire, pause
-from kernels.ops.cpu.jit import device, types
+from kernels.ops.cpu.jit import Unit, device, types
 
 PHASE_BYTES = 128
 START_STAMP, END_STAMP = 16, 8
@@ -42,6 +47,27 @@ def wait(phase: int, num_tiles: int) -> None:
             _sched_yield()
 
 
-def lone_phase() -> torch.Tensor:
-    """Counters for a single phase that the caller runs on its own thread."""
-    return torch.zeros(PHASE_BYTES, dtype=torch.uint8)
+def run_on_threads(unit: Unit, argument: int, num_threads: int) -> None:
+    """Call the one-argument unit on `num_threads` threads at once, this one included; the GIL is released.
+
+    Fewer threads may turn up: the work is shared so that this only costs time. The threads are those of the OpenMP
+    library that torch runs on: idle threads of a pool of our own would spin on the cores that torch needs.
+    """
+    parallel = _gomp_parallel()
+    if parallel is None or num_threads == 1:
+        unit(argument)
+    else:
+        parallel(unit.address, argument, num_threads, 0)
+
+
+@cache
+def _gomp_parallel() -> Any:
+    """GCC's entry point for a parallel region (LLVM's and Intel's OpenMP have it too), None where torch has none."""
+    try:
+        # Asked for through torch's own library: another OpenMP may be loaded beside it.
+        function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    function.restype = None
+    return function

@@ -5,8 +5,8 @@
 import torch
 import triton.language as tl
 
-from kernels.gpu.jit import kernel
-from kernels.gpu.tuning import launch_config
+from kernels.ops.gpu.jit import kernel
+from kernels.ops.gpu.tuning import launch_config
 
 
 @kernel()

@@ -1,20 +1,16 @@
 """Matrix products over packed weights, tile by tile, with what follows them done while the tile is in cache."""
 
-from collections.abc import Callable
-
 import numpy as np
-import torch
 
 from kernels.ops.cpu.intrinsics import f32, i64, u16
 from kernels.ops.cpu.jit import device, unit
 from kernels.ops.cpu.product import Product, bf16_product
-from kernels.ops.cpu.tasks import done, draw, lone_phase, wait
+from kernels.ops.cpu.tasks import done, draw, wait
 from kernels.ops.cpu.tile import HEIGHTS, MOST_INT8, next_height
 from kernels.ops.cpu.tiles import fetching_tile_32, int8_tile_32, left_size
 from kernels.ops.cpu.vector_math import from_bf16
 from kernels.ops.linear.cpu_finish import add_32, gelu_mul_16, silu_mul_16, store_32
 from kernels.ops.linear.packing import PackedLinear
-from kernels.ops.rms_norm.cpu import quantize
 
 _PANELS, _BIAS, _SCALES, _OFFSETS, NUM_INPUTS, _NUM_OUTPUTS, _NUM_PANELS, NUM_GROUPS = range(8)
 LINEAR_BYTES = 64
@@ -167,47 +163,3 @@ def linear_phase(
         done(phase, num_tiles)
         number = draw(phase)
     wait(phase, num_tiles)
-
-
-def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-    """x [num_tokens, num_inputs] times the packed weight: [num_tokens, num_outputs] float32, on the caller's thread."""
-    return prepare_linear(x, packed)()
-
-
-def gate_up_silu_mul(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-    """silu(gate) · up of a weight from `pack_gate_up`: [num_tokens, num_outputs / 2] bfloat16."""
-    return prepare_linear(x, packed, SILU_MUL)()
-
-
-def gate_up_gelu_mul(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-    """gelu(gate) · up in its tanh form, otherwise as `gate_up_silu_mul`."""
-    return prepare_linear(x, packed, GELU_MUL)()
-
-
-def prepare_linear(x: torch.Tensor, packed: PackedLinear, mode: int = STORE) -> Callable[[], torch.Tensor]:
-    """The product as a call that can be repeated, its input converted beforehand."""
-    a, scales = (x.bfloat16().contiguous(), None) if packed.scales is None else quantize(x, packed.num_groups)
-    if mode in (SILU_MUL, GELU_MUL):
-        out = torch.empty(x.shape[0], packed.num_outputs // 2, dtype=torch.bfloat16)
-    else:
-        out = torch.empty(x.shape[0], packed.num_outputs, dtype=torch.float32)
-    description = torch.tensor(describe(packed), dtype=torch.int64)
-    scratch, phase = torch.empty(scratch_bytes(packed.num_inputs), dtype=torch.uint8), lone_phase()
-
-    def run() -> torch.Tensor:
-        phase.zero_()
-        linear_phase(
-            description.data_ptr(),
-            mode,
-            a.shape[0],
-            a.data_ptr(),
-            a.stride(0) * a.itemsize,
-            0 if scales is None else scales.data_ptr(),
-            out.data_ptr(),
-            out.stride(0) * out.itemsize,
-            scratch.data_ptr(),
-            phase.data_ptr(),
-        )
-        return out
-
-    return run

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.ops.linear.arena import Arena
+from kernels.memory import Arena
 
 PANEL = 32
 """Output columns of a panel."""

@@ -5,7 +5,7 @@ import math
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.gpu.tuning import launch_config, next_power_of_two
+from kernels.ops.gpu.tuning import launch_config, next_power_of_two
 from kernels.ops.paged_attention.gpu_decode import paged_decode
 from kernels.ops.paged_attention.gpu_prefill import paged_prefill
 from kernels.ops.store_kv.gpu import KVBlocks

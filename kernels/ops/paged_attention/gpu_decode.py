@@ -10,8 +10,8 @@ that the rows really have, so that one long row among short ones, or a wide buck
 import torch
 import triton.language as tl
 
-from kernels.gpu.jit import device_function, kernel
-from kernels.gpu.tuning import LaunchConfig, next_power_of_two
+from kernels.ops.gpu.jit import device_function, kernel
+from kernels.ops.gpu.tuning import LaunchConfig, next_power_of_two
 
 
 @device_function

@@ -9,8 +9,8 @@ The grid is an upper bound taken from shapes; each program finds its row by bise
 import torch
 import triton.language as tl
 
-from kernels.gpu.jit import device_function, kernel
-from kernels.gpu.tuning import LaunchConfig, next_power_of_two
+from kernels.ops.gpu.jit import device_function, kernel
+from kernels.ops.gpu.tuning import LaunchConfig, next_power_of_two
 
 
 @device_function

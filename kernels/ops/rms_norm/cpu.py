@@ -1,11 +1,10 @@
 """RMS norm of float32 rows into the left-hand matrix of the product that follows: bfloat16, or uint8 with scales."""
 
 import numpy as np
-import torch
 
 from kernels.ops.cpu.intrinsics import bits_of, f32, float_of, i64, u8, u16
 from kernels.ops.cpu.jit import Float, device, unit
-from kernels.ops.cpu.tasks import done, draw, lone_phase, wait
+from kernels.ops.cpu.tasks import done, draw, wait
 from kernels.ops.cpu.vector_math import from_bf16, to_bf16
 from kernels.ops.cpu.vectors import LANES
 from kernels.ops.rms_norm.cpu_vectors import encode_row, peak_bits, scale_row, scale_row_to_bf16, widen_row
@@ -125,48 +124,3 @@ def quantize_phase(
         done(phase, num_tiles)
         number = draw(phase)
     wait(phase, num_tiles)
-
-
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, index: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Norm of float32 x[index] [num_tokens, hidden] (all of x without an index) in bfloat16, on the caller's thread."""
-    rows = x.shape[0] if index is None else index.shape[0]
-    out = torch.empty(rows, x.shape[1], dtype=torch.bfloat16)
-    scratch, phase = torch.empty(x.shape[1], dtype=torch.float32), lone_phase()
-    rms_norm_phase(
-        rows,
-        0 if index is None else index.data_ptr(),
-        x.data_ptr(),
-        x.shape[1],
-        weight.data_ptr(),
-        int(np.float32(eps).view(np.uint32)),
-        0,
-        out.data_ptr(),
-        out.stride(0) * 2,
-        0,
-        scratch.data_ptr(),
-        phase.data_ptr(),
-    )
-    return out
-
-
-def quantize(x: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 (value / scale + 128) of x [num_tokens, size], scales [num_tokens, num_groups]; caller's thread."""
-    half = x.bfloat16().contiguous()
-    rows, size = half.shape
-    codes = torch.empty(rows, size, dtype=torch.uint8)
-    scales = torch.empty(rows, num_groups, dtype=torch.float32)
-    scratch, phase = torch.empty(size, dtype=torch.float32), lone_phase()
-    quantize_phase(
-        rows,
-        half.data_ptr(),
-        size,
-        num_groups,
-        codes.data_ptr(),
-        size,
-        scales.data_ptr(),
-        scratch.data_ptr(),
-        phase.data_ptr(),
-    )
-    return codes, scales

@@ -1,11 +1,10 @@
 """What a part of a layer gave, normed and added to the residual stream, and the norm that follows, in one pass."""
 
 import numpy as np
-import torch
 
 from kernels.ops.cpu.intrinsics import f32, float_of, i64
 from kernels.ops.cpu.jit import Float, device, unit
-from kernels.ops.cpu.tasks import done, draw, lone_phase, wait
+from kernels.ops.cpu.tasks import done, draw, wait
 from kernels.ops.rms_norm.cpu import inverse_rms, norm_row
 
 _ROWS_PER_TILE = 4
@@ -73,36 +72,3 @@ def add_norm_phase(
         done(phase, num_tiles)
         number = draw(phase)
     wait(phase, num_tiles)
-
-
-def add_norm(
-    x: torch.Tensor,
-    branch: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor],
-    eps: float,
-    index: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Norm in bfloat16 of float32 x + norm(branch) [num_tokens, hidden], at the rows of `index` where there is one.
-
-    weights: of the branch's norm and of the sum's. Without an index x takes the sum; caller's thread.
-    """
-    rows, size = x.shape[0] if index is None else index.shape[0], x.shape[1]
-    out = torch.empty(rows, size, dtype=torch.bfloat16)
-    scratch, phase = torch.empty(2 * size, dtype=torch.float32), lone_phase()
-    add_norm_phase(
-        rows,
-        0 if index is None else index.data_ptr(),
-        x.data_ptr(),
-        size,
-        branch.data_ptr(),
-        weights[0].data_ptr(),
-        weights[1].data_ptr(),
-        int(np.float32(eps).view(np.uint32)),
-        0,
-        out.data_ptr(),
-        out.stride(0) * 2,
-        0,
-        scratch.data_ptr(),
-        phase.data_ptr(),
-    )
-    return out

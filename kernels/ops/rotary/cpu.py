@@ -1,11 +1,10 @@
 """Head norm, rotary and the write into the pool, in one pass over the fused q, k, v."""
 
 import numpy as np
-import torch
 
 from kernels.ops.cpu.intrinsics import f32, float_of, i64
 from kernels.ops.cpu.jit import Float, device, unit
-from kernels.ops.cpu.tasks import done, draw, lone_phase, wait
+from kernels.ops.cpu.tasks import done, draw, wait
 from kernels.ops.cpu.vectors import LANES
 from kernels.ops.rms_norm.cpu import inverse_rms
 from kernels.ops.rms_norm.cpu_vectors import scale_row
@@ -122,44 +121,3 @@ def rotate_and_store_phase(
         done(phase, num_tiles)
         number = draw(phase)
     wait(phase, num_tiles)
-
-
-def rotate_and_store(
-    qkv: torch.Tensor,
-    num_heads: int,
-    tables: tuple[torch.Tensor, torch.Tensor],
-    positions: torch.Tensor,
-    key_blocks: torch.Tensor,
-    value_blocks: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    gains: tuple[torch.Tensor, torch.Tensor] | None = None,
-    eps: float = 0.0,
-) -> torch.Tensor:
-    """Rotated queries of float32 qkv [num_tokens, all heads, head_dim]; keys and values go into one layer's blocks.
-
-    tables: cos and sin of every position; gains: norm weights of query and key heads. Overwrites qkv; caller's thread.
-    """
-    num_kv_heads, lanes, block_size = key_blocks.shape[1:4]
-    query = torch.empty(qkv.shape[0], num_heads, lanes * 2, dtype=torch.bfloat16)
-    phase = lone_phase()
-    rotate_and_store_phase(
-        qkv.shape[0],
-        qkv.data_ptr(),
-        num_heads,
-        num_kv_heads,
-        lanes * 2,
-        tables[0].data_ptr(),
-        tables[1].data_ptr(),
-        positions.data_ptr(),
-        gains[0].data_ptr() if gains else 0,
-        gains[1].data_ptr() if gains else 0,
-        int(np.float32(eps).view(np.uint32)),
-        query.data_ptr(),
-        key_blocks.data_ptr(),
-        value_blocks.data_ptr(),
-        key_blocks[0].nbytes,
-        block_size,
-        slot_mapping.data_ptr(),
-        phase.data_ptr(),
-    )
-    return query

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.gpu.tuning import launch_config, next_power_of_two
+from kernels.ops.gpu.tuning import launch_config, next_power_of_two
+from kernels.ops.sampling import SPAN
 from kernels.ops.sampling.gpu_counts import Histories, SeatCounts, update_counts
 from kernels.ops.sampling.gpu_kernel import PARAMETERS, STATUS_OK, _bias_kernel, _sample_kernel
 
-SPAN = 256
-"""Weights are summed in spans of this, as on the CPU."""
 BIAS_BLOCK = 256
 _INTS_PER_16_BYTES = 4
 

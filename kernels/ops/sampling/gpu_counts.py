@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import triton.language as tl
 
-from kernels.gpu.jit import kernel
-from kernels.gpu.tuning import launch_config
+from kernels.ops.gpu.jit import kernel
+from kernels.ops.gpu.tuning import launch_config
 
 
 @kernel("history_start", "history_ids", "history_counts")

@@ -11,7 +11,7 @@ each turn would make the turns wait for each other.
 
 import triton.language as tl
 
-from kernels.gpu.jit import device_function, kernel
+from kernels.ops.gpu.jit import device_function, kernel
 
 STATUS_OK, STATUS_BAD_LOGITS, STATUS_NO_TOKEN = 0, 1, 2
 

@@ -8,7 +8,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from kernels.runner import Runner, RunnerOptions, load_runner
+from kernels.loading import load_runner
+from kernels.runner import Runner, RunnerOptions
 from tests.kernels.tiny import save
 
 MakeModel = Callable[[], PreTrainedModel]

@@ -117,7 +117,7 @@ def test_what_attention_does_besides_shows_in_the_tokens(
 
 
 def _forget(monkeypatch: pytest.MonkeyPatch, **fields: None) -> None:
-    from kernels.models import adapter
+    from kernels.models.transformers import adapter
 
     right: Callable[..., object] = adapter.Scores
     monkeypatch.setattr(adapter, "Scores", lambda *args, **kwargs: right(*args, **kwargs | fields))

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.errors import ModelFileError, OptionsError
-from kernels.models import adapter
-from kernels.models.adapter_loading import load_adapter
+from kernels.models.transformers import adapter
+from kernels.models.transformers.loading import load_adapter
 from tests.kernels.families.adapter_models import FAMILIES, GROUPED, MakeModel, load, make, saved
 
 SMALL: dict[str, Any] = {"vocab_size": 199, "hidden_size": 64, "num_hidden_layers": 2}
@@ -148,7 +148,7 @@ def test_rotation_that_depends_on_a_neighbour_is_found_at_loading(
     _, folder = saved(
         make("Olmo2ForCausalLM", "Olmo2Config", **GROUPED, rope_parameters=rope | factors), tmp_path
     )
-    monkeypatch.setattr("kernels.models.adapter_loading._max_positions", lambda text: 256)
+    monkeypatch.setattr("kernels.models.transformers.loading._max_positions", lambda text: 256)
 
     with pytest.raises(ModelFileError, match="its logits are off by"):
         load_adapter(folder, torch.float32, torch.device("cpu"))

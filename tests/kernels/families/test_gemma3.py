@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 from kernels.errors import ModelFileError
-from kernels.registry import ModelSource, resolve_model
-from kernels.runner import Runner, RunnerOptions, load_runner
-from kernels.weights import open_checkpoint
+from kernels.loading import load_runner
+from kernels.runner import Runner, RunnerOptions
+from kernels.weights.checkpoint import open_checkpoint
+from kernels.weights.source import ModelSource, resolve_model
 from tests.kernels.driving import generate, tokens_of
 from tests.kernels.gguf_writing import write_gguf
 from tests.kernels.needs import needs_compiled_path, real_model

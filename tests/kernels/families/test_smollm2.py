@@ -9,8 +9,9 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kernels.registry import ModelSource
-from kernels.runner import Runner, RunnerOptions, load_runner
+from kernels.loading import load_runner
+from kernels.runner import Runner, RunnerOptions
+from kernels.weights.source import ModelSource
 from tests.kernels.driving import generate, tokens_of
 from tests.kernels.needs import real_model
 from tests.kernels.tiny import reference_tokens

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from kernels.kv_pool import KVPool
-from kernels.model_runner import ModelRunner
+from kernels.loading import load_runner
 from kernels.models.decoder import DecoderModel
 from kernels.ops.cpu.features import cpu_kernels_supported
-from kernels.runner import Dtype, Quantization, RunnerOptions, load_runner
+from kernels.runner import Dtype, Quantization, RunnerOptions
+from kernels.runtime.kv_pool import KVPool
+from kernels.runtime.model_runner import ModelRunner
 from scheduler.config import SchedulerConfig
 from scheduler.plan import RowResult, SamplingParams, StepPlan, StepResult, TokenLogprobs
 from scheduler.scheduler import Scheduler

@@ -4,7 +4,7 @@ from collections import deque
 
 import torch
 
-from kernels.gpu.copies import Event, ImmediateCopies
+from kernels.runtime.gpu.copies import Event, ImmediateCopies
 
 
 class LateCopies:

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from kernels.config import ModelConfig
-from kernels.gpu.bench import RandomWeights
-from kernels.gpu.copies import Copies
-from kernels.gpu.decoder import GpuDecoderModel
-from kernels.gpu.kv_pool import GpuKVPool
-from kernels.gpu.sampler import GpuSampler
-from kernels.gpu.step_inputs import StepInputs
 from kernels.grammar import Grammars, TokenVocabulary
-from kernels.model_runner import ModelRunner, PoolShape
+from kernels.models.gpu.decoder import GpuDecoderModel
 from kernels.runner import PendingStep
+from kernels.runtime.gpu.copies import Copies
+from kernels.runtime.gpu.kv_pool import GpuKVPool
+from kernels.runtime.gpu.step_inputs import StepInputs
+from kernels.runtime.model_runner import ModelRunner, PoolShape
+from kernels.sampling.gpu.sampler import GpuSampler
+from kernels.tools.gpu_bench import RandomWeights
 from scheduler.config import SchedulerConfig
 from scheduler.plan import SamplingParams, StepPlan, StepResult, TokenLogprobs
 from scheduler.scheduler import Scheduler

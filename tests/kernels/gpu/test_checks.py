@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.gpu.checks import CHECKS, Check, checks_of
-from kernels.gpu.checks.attention import ATTENTION_CASES, check_attention
-from kernels.gpu.checks.case import poisoned_outputs
-from kernels.gpu.tuning import TABLE_PATH, load_table
+from kernels.ops.gpu.tuning import TABLE_PATH, load_table
 from kernels.ops.paged_attention import gpu_decode, gpu_prefill
+from kernels.tools.checks import CHECKS, Check, checks_of
+from kernels.tools.checks.attention import ATTENTION_CASES, check_attention
+from kernels.tools.checks.case import poisoned_outputs
 
 by_name = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name.replace("torch.", ""))
 

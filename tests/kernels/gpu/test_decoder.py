@@ -9,16 +9,16 @@ from transformers import PreTrainedModel
 
 from kernels.batch import ForwardBatch
 from kernels.config import ModelConfig
-from kernels.gpu import decode_graphs
-from kernels.gpu.aot import _specialize
-from kernels.gpu.bench import RandomWeights
-from kernels.gpu.decoder import GpuDecoderModel
-from kernels.gpu.jit import Kernel
-from kernels.gpu.kv_pool import GpuKVPool
-from kernels.kv_pool import KVPool
 from kernels.models.decoder import DecoderModel
-from kernels.registry import ModelFormat, ModelSource
-from kernels.weights import Checkpoint, open_checkpoint
+from kernels.models.gpu.decoder import GpuDecoderModel
+from kernels.ops.gpu.jit import Kernel
+from kernels.runtime.gpu import decode_graphs
+from kernels.runtime.gpu.kv_pool import GpuKVPool
+from kernels.runtime.kv_pool import KVPool
+from kernels.tools.aot import _specialize
+from kernels.tools.gpu_bench import RandomWeights
+from kernels.weights.checkpoint import Checkpoint, open_checkpoint
+from kernels.weights.source import ModelFormat, ModelSource
 from tests.kernels.tiny import make_model, save
 
 BLOCK_SIZE = 16

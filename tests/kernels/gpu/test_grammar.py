@@ -6,10 +6,10 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from kernels.gpu.sampler import GpuSampler
-from kernels.gpu.step_inputs import StepInputs
 from kernels.grammar import Grammars, TokenVocabulary
-from kernels.sampling import Sampler
+from kernels.runtime.gpu.step_inputs import StepInputs
+from kernels.sampling.cpu.sampler import Sampler
+from kernels.sampling.gpu.sampler import GpuSampler
 from scheduler.plan import SamplingParams, ScheduledRow
 
 CPU = torch.device("cpu")

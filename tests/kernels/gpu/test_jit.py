@@ -7,9 +7,9 @@ import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from kernels.gpu.aot import _specialize, compile_launch, record
-from kernels.gpu.interpreter import interpreting
-from kernels.gpu.jit import device_function, kernel
+from kernels.ops.gpu.interpreter import interpreting
+from kernels.ops.gpu.jit import device_function, kernel
+from kernels.tools.aot import _specialize, compile_launch, record
 
 SIZE = 64
 

@@ -14,13 +14,14 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from kernels.gpu import decode_graphs, decoder
-from kernels.gpu.copies import Copies
-from kernels.gpu.decoder import GpuDecoderModel
-from kernels.gpu.sampled_rows import SampledRows
-from kernels.gpu.sampler import GpuSampler
+from kernels.models.gpu import decoder
+from kernels.models.gpu.decoder import GpuDecoderModel
 from kernels.ops.embed_tokens.gpu import embed_tokens
 from kernels.runner import PendingStep
+from kernels.runtime.gpu import decode_graphs
+from kernels.runtime.gpu.copies import Copies
+from kernels.sampling.gpu.sampler import GpuSampler
+from kernels.sampling.gpu.sampling_results import SampledRows
 from scheduler.plan import StepPlan
 from scheduler.spec import FinishReason, RequestSpec
 from tests.kernels.gpu.late import LateEvents

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.gpu import decode_graphs
-from kernels.gpu.bench import LLAMA_8B, RandomWeights
-from kernels.gpu.checks.attention import AttentionCase, check_attention
-from kernels.gpu.decoder import GpuDecoderModel
-from kernels.gpu.kv_pool import GpuKVPool
-from kernels.gpu.loading import load_on_gpu
-from kernels.kv_pool import bytes_per_block
+from kernels.loading import load_on_gpu
+from kernels.models.gpu.decoder import GpuDecoderModel
 from kernels.ops.store_kv.gpu import KVBlocks, Rotary, store_kv
-from kernels.registry import ModelFormat, ModelSource
 from kernels.runner import RunnerOptions
-from kernels.weights import open_checkpoint
+from kernels.runtime.gpu import decode_graphs
+from kernels.runtime.gpu.kv_pool import GpuKVPool
+from kernels.runtime.kv_pool import bytes_per_block
+from kernels.tools.checks.attention import AttentionCase, check_attention
+from kernels.tools.gpu_bench import LLAMA_8B, RandomWeights
+from kernels.weights.checkpoint import open_checkpoint
+from kernels.weights.source import ModelFormat, ModelSource
 from tests.kernels.driving import Driver, Generation
 from tests.kernels.gpu.test_decoder import SMALL, make_batch
 from tests.kernels.test_determinism_gpu import LENGTHS, check_attention_alone

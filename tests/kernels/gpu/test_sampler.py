@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.gpu.checks.sampling import _assert_same, check_sampling, make_params
-from kernels.gpu.jit import Kernel
-from kernels.gpu.sample_rows import host_tensors, mask_tensors, prepare, sample_inputs
-from kernels.gpu.sampler import GpuSampler
-from kernels.gpu.step_inputs import StepInputs
+from kernels.ops.gpu.jit import Kernel
 from kernels.ops.sampling.gpu import STATUS_OK, Allowed, sample
 from kernels.ops.sampling.gpu_counts import _token_counts_kernel
 from kernels.ops.sampling.gpu_kernel import _bias_kernel, _sample_kernel
-from kernels.sampling import Sampler
+from kernels.runtime.gpu.step_inputs import StepInputs
+from kernels.sampling.cpu.sampler import Sampler
+from kernels.sampling.gpu.sampler import GpuSampler
+from kernels.sampling.gpu.sampling_inputs import host_tensors, mask_tensors, prepare, sample_inputs
+from kernels.tools.checks.sampling import _assert_same, check_sampling, make_params
 from scheduler.plan import RowResult, SamplingParams, ScheduledRow, TokenLogprobs
 
 CPU = torch.device("cpu")

@@ -5,14 +5,19 @@ import torch
 
 from kernels.batch import ForwardBatch
 from kernels.config import ModelConfig
-from kernels.gpu import decode_graphs
-from kernels.gpu.copies import ImmediateCopies
-from kernels.gpu.decode_graphs import BATCH_BUCKETS, MAX_GRAPHS, DecodeGraphs
-from kernels.gpu.kv_pool import GpuKVPool
-from kernels.gpu.results import ResultBuffers
-from kernels.gpu.staged_batch import batch_tensors, empty_decode, pad_decode
-from kernels.gpu.staging import NUM_SLOTS, Staging
-from kernels.gpu.step_inputs import StepInputs
+from kernels.runtime.gpu import decode_graphs
+from kernels.runtime.gpu.copies import ImmediateCopies
+from kernels.runtime.gpu.decode_graphs import (
+    BATCH_BUCKETS,
+    MAX_GRAPHS,
+    DecodeGraphs,
+    empty_decode,
+    pad_decode,
+)
+from kernels.runtime.gpu.kv_pool import GpuKVPool
+from kernels.runtime.gpu.read_back import ResultBuffers
+from kernels.runtime.gpu.step_inputs import StepInputs, batch_tensors
+from kernels.runtime.gpu.upload import NUM_SLOTS, Staging
 from tests.kernels.gpu.late import LateCopies
 
 CPU = torch.device("cpu")

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from kernels.config import ModelConfig
-from kernels.gpu import tuner
-from kernels.gpu.bench import BenchSizes, run
-from kernels.gpu.checks import CHECKS, Check
-from kernels.gpu.tuner import TuningRefusedError, candidates, tune
-from kernels.gpu.tuning import DEFAULT, TABLE_PATH, LaunchConfig, launch_config, load_table, overridden
-from kernels.gpu.workloads import tuning_workload
+from kernels.ops.gpu.tuning import DEFAULT, TABLE_PATH, LaunchConfig, launch_config, load_table, overridden
+from kernels.tools import tuner
+from kernels.tools.checks import CHECKS, Check
+from kernels.tools.gpu_bench import BenchSizes, run
+from kernels.tools.tuner import TuningRefusedError, candidates, tune
+from kernels.tools.workloads import tuning_workload
 
 CPU = torch.device("cpu")
 SILU = tuple(check for check in CHECKS if check.name.startswith("silu_mul"))

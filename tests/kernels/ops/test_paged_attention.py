@@ -4,8 +4,8 @@ import torch
 from kernels.batch import ForwardBatch
 from kernels.ops.paged_attention import portable
 from kernels.ops.paged_attention.cpu import MAX_QUERIES
-from kernels.ops.paged_attention.cpu_row import attend_row
 from kernels.ops.paged_attention.reference import paged_attention_reference
+from ops.bench.cpu_calls import attend_row
 from tests.kernels.ops.blocks import Layer, make_layer
 
 # Weights are rounded to bfloat16 before they meet the values.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from kernels.grammar import Grammars, TokenVocabulary
-from kernels.sampling import Sampler
+from kernels.sampling.cpu.sampler import Sampler
 from scheduler.plan import RowResult, SamplingParams, ScheduledRow
 
 EOS_IDS = frozenset({0, 2})

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.sampling import Sampler
+from kernels.sampling.cpu.sampler import Sampler
 from scheduler.plan import RowResult, SamplingParams
 from tests.kernels.sampling import reference
 from tests.kernels.sampling.rows import VOCAB_SIZE, make_row, random_logits, token_ids

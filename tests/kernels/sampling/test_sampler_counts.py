@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.sampling import Sampler
+from kernels.sampling.cpu.sampler import Sampler
 from scheduler.plan import SamplingParams, ScheduledRow
 from tests.kernels.sampling.rows import VOCAB_SIZE, make_row, random_logits, token_ids
 

@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from kernels.config import RopeScaling
 from kernels.errors import ModelFileError
-from kernels.registry import resolve_model
-from kernels.runner import RunnerOptions, load_runner
-from kernels.weights import open_checkpoint
+from kernels.loading import load_runner
+from kernels.runner import RunnerOptions
+from kernels.weights.checkpoint import open_checkpoint
 from kernels.weights.gguf_config import llama3_factors
+from kernels.weights.source import resolve_model
 from tests.kernels.driving import generate, tokens_of
 from tests.kernels.gguf_writing import write_gguf
 from tests.kernels.tiny import load, make_model, reference_tokens
