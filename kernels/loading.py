@@ -1,7 +1,7 @@
 """From options to a runner on the device that fits: the model's files, dtype, pool size, model and sampler."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -9,7 +9,8 @@ import torch
 
 from kernels.config import ModelConfig
 from kernels.errors import OptionsError
-from kernels.models.decoder import DecoderModel
+from kernels.models.cpu.decoder import FusedDecoder, fused_supported
+from kernels.models.portable import PortableDecoder
 from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.ops.cpu.product_choice import choose_bf16_product
 from kernels.runner import RunnerOptions
@@ -29,7 +30,7 @@ GPU_BLOCK_SIZE_STEP = 16
 
 
 def load_runner(options: RunnerOptions) -> ModelRunner:
-    """Reads the model tensor by tensor and allocates its KV pool; seconds, so off the event loop.
+    """Read the model tensor by tensor and allocate its KV pool. Takes seconds: not for the event loop.
 
     Raises ModelNotFoundError, ModelFileError or OptionsError.
     """
@@ -64,7 +65,7 @@ def _load_on_cpu(options: RunnerOptions, source: ModelSource) -> ModelRunner:
 def _open_model(
     options: RunnerOptions, source: ModelSource, dtype: torch.dtype, device: torch.device, foreign: str | None
 ) -> tuple[ModelConfig, Callable[[KVPool], Model]]:
-    """The config that sizes the pool, and what makes the model of the pool; `foreign`: see _foreign_field."""
+    """The config that sizes the pool, and a function from the pool to the model. foreign: see _foreign_field."""
     if foreign is not None:
         if options.quantization != "none":
             raise OptionsError(
@@ -73,25 +74,39 @@ def _open_model(
             )
         if open_config(source.path).is_native_family:
             log.warning("%s: %s; the model runs through transformers, slower", source.path, foreign)
-        from kernels.models.transformers.loading import (
-            load_adapter,  # here, because transformers takes seconds
-        )
+        # Here, because importing transformers takes seconds.
+        from kernels.models.transformers.loading import load_adapter
 
         adapter = load_adapter(source.path, dtype, device)
         return adapter.config, adapter.bind
     checkpoint = open_checkpoint(source, dtype)
 
-    def bind(pool: KVPool) -> DecoderModel:
-        return DecoderModel(
+    def bind(pool: KVPool) -> Model:
+        return make_decoder(
             checkpoint.config,
             checkpoint.weights,
             pool,
             dtype=dtype,
-            quantization=options.quantization,
+            quantized=options.quantization == "int8",
             num_threads=options.num_threads,
         )
 
     return checkpoint.config, bind
+
+
+def make_decoder(
+    config: ModelConfig,
+    weights: Mapping[str, torch.Tensor],
+    kv_pool: KVPool,
+    *,
+    dtype: torch.dtype,
+    quantized: bool = False,
+    num_threads: int | None = None,
+) -> FusedDecoder | PortableDecoder:
+    """A native family's decoder: one compiled call per step where processor and shapes allow it, else torch."""
+    if fused_supported(config, kv_pool, dtype, quantized=quantized):
+        return FusedDecoder(config, weights, kv_pool, quantized=quantized, num_threads=num_threads)
+    return PortableDecoder(config, weights, kv_pool, dtype=dtype, quantized=quantized)
 
 
 def load_on_gpu(
@@ -102,7 +117,7 @@ def load_on_gpu(
     *,
     copies: Copies | None = None,
 ) -> ModelRunner:
-    """A runner over Triton kernels. On a CPU device they are interpreted, for tests, and `copies` may come late.
+    """A runner over Triton kernels. On a CPU device they are interpreted, for tests, and `copies` may be delayed.
 
     Raises OptionsError.
     """
@@ -168,7 +183,7 @@ def pool_shape(options: RunnerOptions, config: ModelConfig, dtype: torch.dtype) 
 
 
 def _chooses_gpu(options: RunnerOptions, source: ModelSource) -> bool:
-    """`auto` takes a GPU for what has a path there; `cuda` insists and says what is missing."""
+    """`auto` takes a GPU for models that run there; `cuda` raises OptionsError with what is missing."""
     if options.device == "cpu" or (options.device == "auto" and not torch.cuda.is_available()):
         return False
     missing = None

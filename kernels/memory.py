@@ -11,7 +11,7 @@ _ALIGNMENT = 64
 
 
 def use_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask for huge pages under memory that was not written yet; does nothing where there are none."""
+    """Ask for huge pages for memory that was not written yet; does nothing where there are none."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None or tensor.device.type != "cpu":
         return
@@ -24,7 +24,7 @@ def use_huge_pages(tensor: torch.Tensor) -> None:
 def fresh_memory(num_bytes: int) -> torch.Tensor:
     """Zeroed bytes [num_bytes] that the allocator has not used before, on large pages where there are any.
 
-    What the allocator hands out again keeps the pages it had, and advice comes too late for it.
+    Memory that the allocator reuses keeps the pages it had, so advice would come too late.
     """
     memory = mmap.mmap(-1, num_bytes + _PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -35,8 +35,10 @@ def fresh_memory(num_bytes: int) -> torch.Tensor:
 
 
 class Arena:
-    """Hands out tensors side by side. One of a matrix's own would be too short for a large page, and a stream of reads
-    that misses the translation cache every 4 KiB does not reach the memory's bandwidth.
+    """Allocates tensors side by side, in the order in which a step reads them.
+
+    A matrix alone is often shorter than a large page, and a stream of reads that misses the translation cache every
+    4 KiB does not reach the memory's bandwidth.
     """
 
     def __init__(self, slab_bytes: int = _SLAB_BYTES) -> None:

@@ -15,7 +15,7 @@ NOTHING_PENDING: Mapping[int, int] = MappingProxyType({})
 
 
 class BatchBuffers:
-    """Arrays sized for the largest plan; the batch handed out views them and is valid until the next fill."""
+    """Arrays sized for the largest plan; a batch is a view of them and is valid until the next fill."""
 
     def __init__(
         self, *, max_num_rows: int, max_num_tokens: int, max_num_blocks: int, block_size: int
@@ -24,7 +24,7 @@ class BatchBuffers:
         self._max_num_tokens = max_num_tokens
         self._max_num_rows = max_num_rows
         self._max_num_blocks = max_num_blocks
-        self._seat_tables = np.zeros((max_num_rows, max_num_blocks), dtype=np.int32)
+        self._slot_tables = np.zeros((max_num_rows, max_num_blocks), dtype=np.int32)
         self._known_tables: list[tuple[int, ...]] = [()] * max_num_rows
         self._block_tables = np.zeros(max_num_rows * max_num_blocks, dtype=np.int32)
         self._token_ids = np.zeros(max_num_tokens, dtype=np.int64)
@@ -34,13 +34,13 @@ class BatchBuffers:
         self._context_lens = np.zeros(max_num_rows, dtype=np.int32)
         self._ramp = np.arange(max_num_tokens, dtype=np.int64)
 
-    def release(self, seats: Iterable[int]) -> None:
-        for seat in seats:
-            self._known_tables[seat] = ()
-            self._seat_tables[seat] = 0
+    def release(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._known_tables[slot] = ()
+            self._slot_tables[slot] = 0
 
     def fill(self, plan: StepPlan, pending: Mapping[int, int] = NOTHING_PENDING) -> ForwardBatch:
-        """The batch of a plan; `pending` has the tokens of its pending rows, by index of the row.
+        """The batch of a plan. `pending` maps the index of each pending row to its token.
 
         Raises AssertionError for a plan beyond the limits the buffers were made for.
         """
@@ -75,7 +75,7 @@ class BatchBuffers:
         )
 
     def _gather_tables(self, rows: tuple[ScheduledRow, ...]) -> npt.NDArray[np.int32]:
-        """[num_rows, widest]; a seat's table is written again only when it has changed."""
+        """[num_rows, widest]; a slot's table is written again only when it has changed."""
         width = 1
         for row in rows:
             table = row.block_table
@@ -85,12 +85,12 @@ class BatchBuffers:
                 assert len(table) <= self._max_num_blocks, (
                     f"request {row.request_id}: {len(table)} blocks; limit {self._max_num_blocks}"
                 )
-                self._seat_tables[row.seat, : len(table)] = table
-                self._seat_tables[row.seat, len(table) : len(known)] = 0
+                self._slot_tables[row.seat, : len(table)] = table
+                self._slot_tables[row.seat, len(table) : len(known)] = 0
             self._known_tables[row.seat] = table
-        seats = np.fromiter((row.seat for row in rows), dtype=np.int64, count=len(rows))
+        slots = np.fromiter((row.seat for row in rows), dtype=np.int64, count=len(rows))
         tables = self._block_tables[: len(rows) * width].reshape(len(rows), width)
-        np.take(self._seat_tables[:, :width], seats, axis=0, out=tables)
+        np.take(self._slot_tables[:, :width], slots, axis=0, out=tables)
         return tables
 
     def _place_tokens(
@@ -100,14 +100,14 @@ class BatchBuffers:
         query_start: npt.NDArray[np.int32],
         tables: npt.NDArray[np.int32],
     ) -> None:
-        """Fills each token's position and the slot where its K/V goes."""
+        """Fill in each token's position and where its K/V is written."""
         num_tokens = int(query_start[-1])
         row_of = np.repeat(self._ramp[: len(lengths)], lengths)
-        positions, slots = self._positions[:num_tokens], self._slot_mapping[:num_tokens]
+        positions, kv_slots = self._positions[:num_tokens], self._slot_mapping[:num_tokens]
         np.add(self._ramp[:num_tokens], (computed - query_start[:-1])[row_of], out=positions)
         block_idx, offset = np.divmod(positions, self._block_size)
-        np.multiply(tables[row_of, block_idx], self._block_size, out=slots, dtype=np.int64)
-        np.add(slots, offset, out=slots)
+        np.multiply(tables[row_of, block_idx], self._block_size, out=kv_slots, dtype=np.int64)
+        np.add(kv_slots, offset, out=kv_slots)
 
 
 def _num_leading_ones(lengths: npt.NDArray[np.int32]) -> int:

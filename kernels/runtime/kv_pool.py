@@ -1,4 +1,4 @@
-"""The paged key/value memory of a model: every layer's blocks, in the order the attention kernels read them."""
+"""The paged key/value memory of a model, in the layout that the CPU's attention reads."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from kernels.memory import use_huge_pages
 
 
 def lane_width(dtype: torch.dtype) -> int:
-    """Values that share one 32-bit lane: two-byte types are multiplied in pairs by the dot-product units."""
+    """Number of values in a 32-bit lane: dot-product instructions multiply two-byte types in pairs."""
     return 4 // dtype.itemsize
 
 
@@ -24,7 +24,7 @@ class KVPool:
     With `pack = lane_width(dtype)`:
     keys   [num_layers, num_blocks, num_kv_heads, head_dim / pack, block_size, pack]
     values [num_layers, num_blocks, num_kv_heads, block_size / pack, head_dim, pack]
-    so that each block is, as it lies, the right-hand matrix of q·kᵀ and of p·v.
+    so that each block is already laid out as the right-hand matrix of q·kᵀ and of p·v.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class KVPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    # A block of one head fills a page of the usual size: attention would look up a page for each.
+    # One head's block fills a usual page, so attention would need a page translation for each.
     tensor = torch.empty(shape, dtype=dtype, device=device)
     use_huge_pages(tensor)
     return tensor.zero_()

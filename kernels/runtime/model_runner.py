@@ -13,7 +13,7 @@ from kernels.grammar import Grammars
 from kernels.runner import FinishedStep, PendingStep
 from kernels.runtime.batch_buffers import BatchBuffers
 from kernels.runtime.last_tokens import LastTokens
-from kernels.runtime.running_step import PendingSample, RunningStep
+from kernels.runtime.running_step import InFlightSample, RunningStep
 from scheduler.plan import ScheduledRow, StepPlan, StepResult
 
 
@@ -55,30 +55,30 @@ class Model(Protocol):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Writes the batch's K/V into the pool and gives the logits [num_sampled, vocab_size] in float32.
 
-        A token id of -1 - seat stands for the last token that the sampler chose at that seat; it only comes to models
-        whose sampler gives samples that are not done at once.
+        A token id of -1 - slot stands for the last token that the sampler chose for the slot; only samplers whose
+        results are in flight cause it.
         """
         ...
 
 
 class TokenSampler(Protocol):
-    """Chooses tokens from logits that stay where the model put them. Keeps state by seat."""
+    """Chooses tokens from logits that stay where the model put them. Keeps state by slot."""
 
     def constrain_with(self, grammars: Grammars) -> None: ...
 
-    def release(self, seats: Sequence[int]) -> None: ...
+    def release(self, slots: Sequence[int]) -> None: ...
 
     def warmup(self, logits: torch.Tensor) -> None:
-        """Compile what choosing from such logits, [1, vocab_size], may need. Not for a sampler that is in use."""
+        """Compile what sampling from such logits, [1, vocab_size], may need. Not for a sampler that is in use."""
         ...
 
     def prepare(self, rows: Sequence[ScheduledRow]) -> None:
-        """Called before the forward pass of a step whose sampling rows are these, pending ones as they were planned."""
+        """Called before a step's forward pass with its sampling rows; pending ones are as they were planned."""
         ...
 
-    def start(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> PendingSample:
-        """One token per row. Of pending rows, those with a grammar come with their token, and so do those with
-        penalties once the host knows it; the others as they were planned."""
+    def start(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> InFlightSample:
+        """Start choosing one token per row. Pending rows with a grammar have their token by now, those with penalties
+        if the host knows it; the others are as they were planned."""
         ...
 
 
@@ -105,11 +105,11 @@ class ModelRunner:
         self._make_sampler = make_sampler
         self._sampler = make_sampler()
         self._last_tokens = LastTokens()
-        self._latest: RunningStep | None = None
+        self._in_flight: RunningStep | None = None
 
     @property
     def model(self) -> Model:
-        """For measuring it by itself, while no step runs."""
+        """For measurements, while no step runs."""
         return self._model
 
     @property
@@ -156,25 +156,25 @@ class ModelRunner:
         self._make_sampler().warmup(torch.zeros((1, self.vocab_size), device=self._model.kv_pool.device))
 
     def begin(self, plan: StepPlan) -> PendingStep:
-        """Sampled rows get a token or an error of their own; the pool of other rows is never touched."""
-        begun_s = time.perf_counter()
+        """Each sampling row gets its own token or error; K/V of other rows is never touched."""
+        started_s = time.perf_counter()
         self._sampler.release(plan.released_seats)
         self._buffers.release(plan.released_seats)
         self._last_tokens.release(plan.released_seats)
         if plan.block_copies:
             self._model.kv_pool.copy_blocks(plan.block_copies)
         if not plan.rows:
-            return FinishedStep(StepResult(plan.step_id, (), time.perf_counter() - begun_s))
-        step = self._launch(plan, begun_s)
+            return FinishedStep(StepResult(plan.step_id, (), time.perf_counter() - started_s))
+        step = self._launch(plan, started_s)
         if step.is_done:
             step.wait()  # so that a row of the next step finds its token
-        self._latest = step
+        self._in_flight = step
         return step
 
     def step(self, plan: StepPlan) -> StepResult:
         return self.begin(plan).wait()
 
-    def _launch(self, plan: StepPlan, begun_s: float) -> RunningStep:
+    def _launch(self, plan: StepPlan, started_s: float) -> RunningStep:
         rows = plan.rows
         sampled = [row for row in rows if row.sampling is not None]
         pending = self._last_tokens.resolve(rows)
@@ -184,19 +184,21 @@ class ModelRunner:
         logits = self._model.forward(batch)
         sample = self._sampler.start(logits, self._with_histories(sampled))
         self._last_tokens.expect(plan.step_id, sampled)
-        return RunningStep(plan, errors, sample, self._last_tokens, begun_s=begun_s, before=self._latest)
+        return RunningStep(
+            plan, errors, sample, self._last_tokens, started_s=started_s, before=self._in_flight
+        )
 
     def _with_histories(self, rows: Sequence[ScheduledRow]) -> list[ScheduledRow]:
-        """Masks are made on the host, so a grammar waits for the step before; the forward pass is under way by then."""
+        """A grammar's mask is made on the host, so it waits for the previous step; the forward pass runs meanwhile."""
         pending = [row for row in rows if row.is_pending and row.params.needs_history]
-        if self._latest is not None and any(row.params.grammar is not None for row in pending):
-            self._latest.wait()
+        if self._in_flight is not None and any(row.params.grammar is not None for row in pending):
+            self._in_flight.wait()
         return [self._last_tokens.known(row) if row.params.needs_history else row for row in rows]
 
     def _silence_unknown_tokens(
         self, rows: Sequence[ScheduledRow], batch: ForwardBatch, pending: Mapping[int, int]
     ) -> dict[int, str]:
-        """Errors by row; an id outside the vocabulary would otherwise fail the lookup of the whole batch."""
+        """Replace ids outside the vocabulary, which would fail the whole batch's lookup; returns errors by row."""
         lowest, highest = batch.token_ids.aminmax()
         if int(lowest) >= 0 and int(highest) < self.vocab_size:
             return {}

@@ -1,4 +1,4 @@
-"""A step of a model that has begun: its logits are being sampled, here or on a device."""
+"""A step in flight: its logits are being sampled, here or on a device."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,8 @@ from kernels.runtime.last_tokens import LastTokens
 from scheduler.plan import RowResult, StepPlan, StepResult
 
 
-class PendingSample(Protocol):
-    """Tokens that a sampler has begun to choose."""
+class InFlightSample(Protocol):
+    """Tokens that a sampler is choosing."""
 
     @property
     def is_done(self) -> bool: ...
@@ -20,7 +20,7 @@ class PendingSample(Protocol):
 
 
 class FinishedSample:
-    """Tokens that were chosen when the choice began."""
+    """Tokens that were chosen at once."""
 
     is_done = True
 
@@ -32,24 +32,24 @@ class FinishedSample:
 
 
 class RunningStep:
-    """Step thread only. `wait` tells the seats' last tokens; more than once it gives the same result."""
+    """Step thread only. `wait` records the slots' last tokens; further calls return the same result."""
 
     def __init__(
         self,
         plan: StepPlan,
         errors: Mapping[int, str],
-        sample: PendingSample,
+        sample: InFlightSample,
         last_tokens: LastTokens,
         *,
-        begun_s: float,
+        started_s: float,
         before: "RunningStep | None",
     ) -> None:
-        """errors: by index of rows whose results do not count. before: what the device does first."""
+        """errors: by index of rows whose results do not count. before: the previous step on the device."""
         self._plan = plan
         self._errors = errors
         self._sample = sample
         self._last_tokens = last_tokens
-        self._begun_s = begun_s
+        self._started_s = started_s
         self._before = before
         self._result: StepResult | None = None
         self.finished_s = 0.0
@@ -61,11 +61,11 @@ class RunningStep:
     def wait(self) -> StepResult:
         if self._result is None:
             rows = self._collect()
-            # Begun while the step before still ran, its own time starts where that one's ends.
-            started_s = max(self._begun_s, self._before.finished_s if self._before else 0.0)
+            # If the previous step was still running, this step's time starts where that one's ends.
+            begin_s = max(self._started_s, self._before.finished_s if self._before else 0.0)
             self.finished_s, self._before = time.perf_counter(), None
             self._last_tokens.keep(self._plan.step_id, self._plan.rows, rows)
-            self._result = StepResult(self._plan.step_id, rows, self.finished_s - started_s)
+            self._result = StepResult(self._plan.step_id, rows, self.finished_s - begin_s)
         return self._result
 
     def _collect(self) -> tuple[RowResult, ...]:

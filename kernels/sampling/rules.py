@@ -1,10 +1,10 @@
-"""What both samplers must do alike: limits, messages, and which tokens a row excludes. Imports no torch."""
+"""Rules that both samplers share: limits, messages, and which tokens a row excludes. Imports no torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from kernels.grammar import GrammarError, GrammarSeats, TokenMask
+from kernels.grammar import GrammarError, GrammarSlots, TokenMask
 from scheduler.plan import ScheduledRow
 
 GREEDY_BELOW: Final = 1e-5
@@ -17,7 +17,7 @@ NO_TOKEN: Final = "every token is excluded by logit_bias and banned tokens"
 
 
 def outside(field: str, token_ids: Iterable[int], vocab_size: int) -> str | None:
-    """Names the first id of `field` outside the vocabulary; None if there is none."""
+    """An error that names the first id of `field` outside the vocabulary; None if there is none."""
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             return f"{field} names token {token_id}; the vocabulary has {vocab_size} tokens"
@@ -35,13 +35,13 @@ class Rule:
     error: str | None = None
 
 
-def rule_of(row: ScheduledRow, grammar_seats: GrammarSeats, error: str | None) -> Rule:
-    """`error` is why the row fails anyway, if it does: then its grammar is not asked."""
+def rule_of(row: ScheduledRow, grammar_slots: GrammarSlots, error: str | None) -> Rule:
+    """The row's rule. If it already has an `error`, its grammar is not evaluated."""
     params = row.params
     if params.grammar is None or error is not None:
         return Rule(row.is_banning, error=error)
     try:
-        allowed = grammar_seats.mask(row)
+        allowed = grammar_slots.mask(row)
     except GrammarError as grammar_error:
         return Rule(row.is_banning, error=str(grammar_error))
     # A complete text can only end, however many tokens were asked for.

@@ -1,4 +1,4 @@
-"""`python -m kernels.tools.aot [ARCH …]`: what every kernel occupies on each architecture, as JSON lines.
+"""`python -m kernels.tools.aot [ARCH …]`: the resources of every kernel on each architecture, as JSON lines.
 
 With `--limits` the same figures with headroom, in the form of the tests' limit table; `--limits TABLE` keeps what is
 larger in TABLE, which another version of the compiler wrote.
@@ -37,7 +37,7 @@ Limits = dict[str, dict[str, dict[str, int]]]
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one compiled kernel takes on one architecture."""
+    """The resources of one compiled kernel on one architecture."""
 
     kernel: str
     arch: int
@@ -121,7 +121,7 @@ def case_resources(case: AotCase, arch: int) -> list[Resources]:
 
 
 def with_headroom(found: Resources) -> dict[str, int]:
-    """Room for another compiler version's choices, none for a tile that grew. Spills get none."""
+    """Headroom for another compiler version's choices, but not for a larger tile. Spills get none."""
     return {
         "registers": min(_MAX_REGISTERS, -(-(found.registers + 16) // 8) * 8),
         "shared_bytes": -(-(found.shared_bytes + 2048) // 1024) * 1024,
@@ -148,7 +148,7 @@ def main(arguments: list[str]) -> None:
 
 
 def raised(limits: Limits, by: Limits) -> Limits:
-    """The larger of both wherever both have a figure: a table that holds for two compilers."""
+    """The larger figure wherever both tables have one, so that the result holds for two compilers."""
     return {
         name: {
             arch: {
@@ -162,7 +162,7 @@ def raised(limits: Limits, by: Limits) -> Limits:
 
 
 def _print_limits(limits: Limits) -> None:
-    """One kernel per line, so that a difference between two tables reads well."""
+    """Print one kernel per line, so that tables are easy to compare."""
     lines = (f"  {json.dumps(name)}: {json.dumps(limits[name])}" for name in limits)
     print("{\n" + ",\n".join(lines) + "\n}")
 

@@ -11,7 +11,7 @@ from kernels.ops.block_copy.gpu import copy_blocks
 from kernels.ops.embed_tokens.gpu import embed_tokens
 from kernels.ops.paged_attention.gpu import paged_attention
 from kernels.ops.rms_norm.gpu import rms_norm
-from kernels.ops.sampling.gpu import Allowed, Bias, Histories, Penalties, SampleInputs, SeatCounts, sample
+from kernels.ops.sampling.gpu import Allowed, Bias, Histories, Penalties, SamplingInputs, SlotCounts, sample
 from kernels.ops.sampling.gpu_counts import update_counts
 from kernels.ops.silu_mul.gpu import silu_mul
 from kernels.ops.store_kv.gpu import HeadNorm, KVBlocks, Rotary, store_kv
@@ -20,7 +20,7 @@ from kernels.runtime.gpu.step_inputs import RING_TOKENS
 NUM_BLOCKS = 1000
 NUM_TOKENS = 300
 NUM_ROWS = 8
-NUM_SEATS = 64
+NUM_SLOTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def _int64(*shape: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Attention's part of a model's shape."""
+    """The attention heads of a model."""
 
     head_dim: int
     num_heads: int
@@ -112,16 +112,16 @@ def _sample(vocab_size: int, *, is_adjusted: bool) -> None:
     if is_adjusted:
         bias = Bias(_int32(NUM_ROWS + 1), _int32(99), _meta(99, dtype=torch.float32))
         histories = Histories(_int32(NUM_ROWS + 1), _int32(99), _int32(99))
-        counts = SeatCounts(_int32(NUM_SEATS, vocab_size), _int64(NUM_SEATS))
+        counts = SlotCounts(_int32(NUM_SLOTS, vocab_size), _int64(NUM_SLOTS))
         penalties = Penalties(_int32(NUM_ROWS), counts, histories)
         allowed = Allowed(_int32(NUM_ROWS), _int32(3, -(-vocab_size // 32)))
-    inputs = SampleInputs(
+    inputs = SamplingInputs(
         parameters=_meta(NUM_ROWS, 6, dtype=torch.float64),
         top_ks=_int32(NUM_ROWS),
         seeds=_int64(NUM_ROWS),
         positions=_int64(NUM_ROWS),
-        seats=_int32(NUM_ROWS),
-        ring=_int32(NUM_SEATS, RING_TOKENS),
+        slots=_int32(NUM_ROWS),
+        ring=_int32(NUM_SLOTS, RING_TOKENS),
         bias=bias,
         penalties=penalties,
         allowed=allowed,
@@ -130,13 +130,13 @@ def _sample(vocab_size: int, *, is_adjusted: bool) -> None:
 
 
 def _update_counts(vocab_size: int) -> None:
-    """As in most steps: no row brings a history."""
-    counts = SeatCounts(_int32(NUM_SEATS, vocab_size), _int64(NUM_SEATS))
-    update_counts(_int32(NUM_ROWS), _int64(NUM_ROWS), _int32(NUM_SEATS, RING_TOKENS), counts, None)
+    """The common case: no row has a history."""
+    counts = SlotCounts(_int32(NUM_SLOTS, vocab_size), _int64(NUM_SLOTS))
+    update_counts(_int32(NUM_ROWS), _int64(NUM_ROWS), _int32(NUM_SLOTS, RING_TOKENS), counts, None)
 
 
 def _embed(size: int, scale: float | None) -> None:
-    ring = _int32(NUM_SEATS, RING_TOKENS)
+    ring = _int32(NUM_SLOTS, RING_TOKENS)
     embed_tokens(_int64(NUM_TOKENS), _int64(NUM_TOKENS), ring, _meta(32000, size), scale=scale)
 
 

@@ -1,16 +1,21 @@
-"""What transformers makes of the same requests: one at a time, in static batches, and batched continuously.
+"""How fast transformers serves the same requests: one at a time, in static batches, and batched continuously.
 
-On the caller's thread, with every core; `baseline_process` gives it a process of its own.
+`run_baselines_apart` measures in a separate process, free of our own threads and memory.
 """
 
 import inspect
 import logging
+import multiprocessing
+import os
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import torch
@@ -24,9 +29,9 @@ STATIC_BATCH = 16
 NAMES = ("transformers_naive", f"transformers_static_{STATIC_BATCH}", "transformers_continuous")
 _PAGE_TOKENS = 256
 _SPARE_PAGES = 1.25
-"""Below a share of free pages transformers admits nobody new; with these it never comes to that."""
+"""transformers admits no new requests below a share of free pages; with these spare pages that never happens."""
 _SILENCE_S = 600.0
-"""Without a result for so long, continuous batching counts as stuck."""
+"""Continuous batching counts as stuck after this time without a result."""
 
 Request = tuple[Sequence[int], int]
 """Prompt token ids, and how many tokens to generate."""
@@ -41,16 +46,16 @@ class BaselineOptions:
     naive_limit: int = 16
     """Requests generated one at a time; all of them would take longest of all."""
     max_concurrent: int = 64
-    """Requests that the pages of continuous batching have room for at once."""
+    """Concurrent requests for which continuous batching gets pages."""
     cpu_batch_tokens: int = 512
-    """Tokens of a step of continuous batching on a CPU, where transformers' own 8,192 cost it a third of its rate:
-    its attention mask spans the whole batch. On a GPU it chooses."""
+    """Tokens per step of continuous batching on a CPU. transformers' default, 8,192, costs a third of its rate there,
+    because its attention mask spans the whole batch. On a GPU the default is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaselineRun:
     output_tokens_per_s: float
-    """Counts the tokens asked for; what a static batch computes beyond them is waste."""
+    """Counts the requested tokens; what a static batch computes beyond them is waste."""
     total_s: float
     requests: int
     output_tokens: int
@@ -58,7 +63,7 @@ class BaselineRun:
 
 @dataclass(frozen=True, slots=True)
 class BaselineFailure:
-    """transformers could not, and what it said."""
+    """transformers failed, and its error."""
 
     error: str
 
@@ -71,9 +76,9 @@ _Way = Callable[[], AbstractContextManager[_Generate]]
 def run_baselines(
     source: ModelSource, requests: Sequence[Request], options: BaselineOptions
 ) -> Iterator[tuple[str, Outcome | None]]:
-    """Each of NAMES with None when it begins, then with its outcome. Greedy, ends of sequence ignored.
+    """Yield each of NAMES with None when it begins, then with its outcome. Greedy; ends of sequence are ignored.
 
-    A way that fails is reported and leaves the others alone.
+    A failure of one is reported and does not affect the others.
     """
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
@@ -98,7 +103,7 @@ def run_baselines(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Standard error is for our own lines; advice of transformers on training and attention is not ours."""
+    """Silence transformers' advice on standard error, which is for our own lines."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.CRITICAL)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -159,8 +164,8 @@ def _generate(model: Any, batch: Sequence[Request]) -> None:
 
 @contextmanager
 def _continuous(model: Any, requests: Sequence[Request], options: BaselineOptions) -> Iterator[_Generate]:
-    """A manager with room for these requests; starting and stopping it is not part of what is timed."""
-    # Here, so that a transformers without it still does the other two.
+    """A manager with pages for these requests; starting and stopping it is not timed."""
+    # Imported here, so that a transformers without it can still run the other two.
     from transformers import ContinuousBatchingConfig
 
     pages = sorted(
@@ -183,7 +188,7 @@ def _continuous(model: Any, requests: Sequence[Request], options: BaselineOption
 
 
 def _add_and_collect(manager: Any, requests: Sequence[Request]) -> None:
-    """Everything at once. Raises RuntimeError for an output that fails, lacks tokens or does not come."""
+    """Submit all requests at once. Raises RuntimeError if an output fails, lacks tokens or does not arrive."""
     waiting = {}
     for prompt, max_tokens in requests:
         waiting[manager.add_request(list(prompt), max_new_tokens=max_tokens)] = max_tokens
@@ -204,3 +209,53 @@ def _add_and_collect(manager: Any, requests: Sequence[Request]) -> None:
             raise RuntimeError(
                 f"continuous batching gave {len(result.generated_tokens)} tokens; {wanted} were asked for"
             )
+
+
+def run_baselines_apart(
+    source: ModelSource,
+    requests: Sequence[Request],
+    options: BaselineOptions,
+    on_start: Callable[[str], None] = lambda _name: None,
+) -> dict[str, Outcome]:
+    """Outcomes by name; takes minutes. If the process dies, what it has not measured counts as failed."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_measure_apart, args=(sender, source, requests, options), name="baseline"
+    )
+    process.start()
+    sender.close()
+    outcomes: dict[str, Outcome] = {}
+    try:
+        while len(outcomes) < len(NAMES):
+            name, outcome = receiver.recv()
+            if outcome is None:
+                on_start(name)
+            else:
+                outcomes[name] = outcome
+    except EOFError:
+        process.join()
+        lost = BaselineFailure(f"its process ended with exit code {process.exitcode}")
+        outcomes |= {name: lost for name in NAMES if name not in outcomes}
+    finally:
+        receiver.close()
+        process.kill()
+        process.join()
+    return outcomes
+
+
+def _measure_apart(
+    sender: Connection, source: ModelSource, requests: Sequence[Request], options: BaselineOptions
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    for item in run_baselines(source, requests, options):
+        sender.send(item)
+
+
+def _end_with_parent() -> None:
+    """End this process when the parent is killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,4 +1,4 @@
-"""The served model as transformers runs it by itself, to be compared with. Needs transformers and torch alone."""
+"""The served model as transformers runs it, for comparison. Needs only transformers and torch."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ from kernels.weights.source import ModelFormat, ModelSource
 def load_baseline_model(source: ModelSource, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Ready to generate, with no end of sequence and no sampling defaults of its own.
 
-    A folder is read by transformers. A GGUF file is read by us, because transformers wants a further package for it.
-    Raises ModelFileError, and whatever transformers raises for a folder that it cannot read.
+    A folder is read by transformers. A GGUF file is read by us, because transformers would need another package.
+    Raises ModelFileError, or what transformers raises for a folder that it cannot read.
     """
     if source.format is ModelFormat.GGUF:
         loaded: Any = _from_gguf(source, dtype)
@@ -51,7 +51,7 @@ def _from_gguf(source: ModelSource, dtype: torch.dtype) -> Any:
     fields = config_fields(checkpoint.config)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     state = dict(checkpoint.weights)
-    if checkpoint.config.gemma3 is not None:
+    if checkpoint.config.model_type == "gemma3":
         # Ours are the factors 1 + w; transformers keeps w.
         state = {name: value - 1 if name.endswith("norm.weight") else value for name, value in state.items()}
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -61,7 +61,7 @@ def _from_gguf(source: ModelSource, dtype: torch.dtype) -> Any:
 
 
 def config_fields(config: ModelConfig) -> dict[str, Any]:
-    """What transformers' config class of this family takes, `model_type` included."""
+    """The arguments of transformers' config class for this family, including `model_type`."""
     fields: dict[str, Any] = {
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
@@ -77,35 +77,39 @@ def config_fields(config: ModelConfig) -> dict[str, Any]:
         "rope_parameters": _rope(config.rope_theta, config.rope_scaling),
         "pad_token_id": None,
     }
-    if config.gemma3 is not None:
+    if config.model_type == "gemma3":
         return fields | _gemma3_fields(config)
+    window = _only_window(config)
     if config.model_type in ("llama", "mistral"):
         # Llama's class knows no window; Mistral's is the same model with one.
-        kind = "llama" if config.sliding_window is None else "mistral"
-        return fields | {"model_type": kind, "sliding_window": config.sliding_window}
-    if config.sliding_window is not None:
+        return fields | {"model_type": "llama" if window is None else "mistral", "sliding_window": window}
+    if window is not None:
         kinds = ["sliding_attention"] * config.num_layers
-        fields |= {"use_sliding_window": True, "sliding_window": config.sliding_window, "layer_types": kinds}
+        fields |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
     return fields
 
 
 def _gemma3_fields(config: ModelConfig) -> dict[str, Any]:
-    shape = config.gemma3
-    assert shape is not None
-    windows = sorted({window for window in shape.layer_windows if window is not None})
-    assert len(windows) <= 1, "both formats have one window per model"
+    assert config.attention_scale is not None
+    assert config.local_rope_theta is not None
     return {
         "model_type": "gemma3_text",
         "layer_types": [
-            "full_attention" if window is None else "sliding_attention" for window in shape.layer_windows
+            "full_attention" if window is None else "sliding_attention" for window in config.layer_windows
         ],
-        "sliding_window": windows[0] if windows else None,
-        "query_pre_attn_scalar": round(shape.attention_scale**-2),
+        "sliding_window": _only_window(config),
+        "query_pre_attn_scalar": round(config.attention_scale**-2),
         "rope_parameters": {
             "full_attention": _rope(config.rope_theta, config.rope_scaling),
-            "sliding_attention": _rope(shape.local_rope_theta, None),
+            "sliding_attention": _rope(config.local_rope_theta, None),
         },
     }
+
+
+def _only_window(config: ModelConfig) -> int | None:
+    windows = sorted({window for window in config.layer_windows if window is not None})
+    assert len(windows) <= 1, "all formats have one window per model"
+    return windows[0] if windows else None
 
 
 def _rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:

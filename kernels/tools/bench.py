@@ -21,24 +21,24 @@ class DecodeFigures:
     best_step_ms: float
     median_step_ms: float
     output_tokens_per_s: float
-    """At the median."""
+    """From the median step time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillFigures:
-    """Prompts computed from nothing, chunk by chunk."""
+    """Prompts computed without cached K/V, chunk by chunk."""
 
     num_prompts: int
     prompt_tokens: int
-    """Of each."""
+    """Tokens of each prompt."""
     chunk_tokens: int
     best_s: float
     median_s: float
-    """Of all prompts."""
+    """Time for all prompts."""
     median_step_ms: float
-    """Mean over a run's chunks, at the median."""
+    """The mean over a run's chunks, for the median run."""
     prompt_tokens_per_s: float
-    """At the median."""
+    """From the median step time."""
 
 
 def bench_decode(
@@ -113,7 +113,7 @@ class _Prompts:
                 self._step([self._row(row, first, min(chunk_tokens, self._num_tokens - first))])
 
     def decode(self, batch: int) -> None:
-        """The last token of each again: same work, same K/V, so steps can be repeated."""
+        """Compute the last token of each again: the same work and K/V, so steps can be repeated."""
         self._step([self._row(row, self._num_tokens - 1, 1) for row in range(batch)])
 
     def _row(self, row: int, first: int, count: int) -> ScheduledRow:

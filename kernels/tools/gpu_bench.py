@@ -1,7 +1,7 @@
 """`tailrace bench gpu`: what the device can do, measured, and how much of it the kernels reach.
 
-Decode and attention are held against the bandwidth of a large copy, prefill against the rate of a large matrix
-product, both taken in the same run. Weights are random: times do not depend on them.
+Decode and attention are compared with the bandwidth of a large copy, prefill with the rate of a large matrix
+product, both measured in the same run. Weights are random: times do not depend on them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ class BenchSizes:
     prefill: tuple[tuple[int, int], ...] = ((1, 2048), (1, 8192), (4, 2048))
     """(rows, tokens of each)"""
     num_steps: int = 50
-    """in a row, for their period"""
+    """consecutive steps that are timed"""
     flushed_bytes: int = 512 << 20
     """read between two reads of the same K/V: several times what any L2 cache holds"""
     copy_bytes: int = 4 << 30
@@ -63,7 +63,7 @@ def run_here() -> dict[str, object]:
 
 
 def run(device: torch.device, sizes: BenchSizes | None = None) -> dict[str, object]:
-    """Everything, as values for JSON. Shares are of the rates measured here: 1.0 is the copy or the matrix product."""
+    """All measurements as values for JSON. A share of 1.0 is the rate of the copy or the matrix product."""
     sizes = sizes or BenchSizes()
     bandwidth = copy_bandwidth(device, sizes)
     matrix_rate = matrix_flops(device, sizes)
@@ -93,11 +93,11 @@ class Measured:
 
     num_rows: int
     num_tokens: int
-    """of context for decode and attention, new ones for prefill, of vocabulary for sampling"""
+    """context for decode and attention, new tokens for prefill, vocabulary for sampling"""
     seconds: float
     tokens_per_s: float
     share: float | None
-    """of the measured bandwidth or matrix rate"""
+    """share of the measured bandwidth or matrix rate"""
 
 
 def copy_bandwidth(device: torch.device, sizes: BenchSizes) -> float:
@@ -117,7 +117,7 @@ def matrix_flops(device: torch.device, sizes: BenchSizes) -> float:
 
 
 def _attention(device: torch.device, sizes: BenchSizes, bandwidth: float) -> Iterator[Measured]:
-    """As a graph over several layers' K/V: a step reads each layer's once, and one alone may fit into the L2 cache."""
+    """Timed as a graph over several layers' K/V: a step reads each once, and one alone may fit the L2 cache."""
     c = sizes.config
     for num_rows, context in sizes.attention:
         shape = AttentionSizes(num_rows, 1, context, c.head_dim, c.num_heads, c.num_kv_heads)

@@ -1,6 +1,6 @@
-"""Whole steps of a runner, sampling included, one at a time and with look-ahead: how long the device idles in between.
+"""Whole steps of a runner with sampling, one at a time and with look-ahead: how long the device is idle in between.
 
-A step's period is held against the time that its kernels and copies take, as the profiler counts it.
+A step's period is compared with the profiler's time of its kernels and copies.
 """
 
 import time
@@ -22,19 +22,19 @@ NUM_WARMUPS = 3
 
 @dataclass(frozen=True, slots=True)
 class StepPeriods:
-    """Of decoding steps, in seconds."""
+    """Periods of decoding steps."""
 
     num_rows: int
     num_tokens: int
-    """of context"""
+    """tokens of context"""
     period_s: float
     """from one step's begin to the next one's, each waiting for the one before"""
     lookahead_period_s: float
-    """with one more step out"""
+    """with one more step in flight"""
     device_s: float | None
     """kernels and copies of one step; None without a device"""
     idle_share: float | None
-    """of period_s, in which the device has nothing to do"""
+    """share of period_s in which the device is idle"""
     lookahead_idle_share: float | None
     speedup: float
     """period_s over lookahead_period_s"""
@@ -46,11 +46,11 @@ def measure_steps(
     """`inputs` is what the model was made with; its pool needs room for the rows at that context."""
     runner = _runner(model, inputs, num_rows, context_len)
     decode = _Decode(runner, num_rows, context_len, num_steps)
-    decode.run(num_out=1)  # compiles and captures
-    period_s, lookahead_s = decode.run(num_out=1), decode.run(num_out=2)
+    decode.run(num_in_flight=1)  # compiles and captures
+    period_s, lookahead_s = decode.run(num_in_flight=1), decode.run(num_in_flight=2)
     device_s = None
     if inputs.device.type == "cuda":
-        device_s = _device_s(lambda: decode.run(num_out=2)) / (num_steps + NUM_WARMUPS)
+        device_s = _device_s(lambda: decode.run(num_in_flight=2)) / (num_steps + NUM_WARMUPS)
     return StepPeriods(
         num_rows,
         context_len,
@@ -85,34 +85,34 @@ class _Decode:
         self._tables = [tuple(range(row * width, (row + 1) * width)) for row in range(num_rows)]
         self._sampling = [SamplingParams(seed=row, temperature=0.7, top_p=0.9) for row in range(num_rows)]
 
-    def run(self, num_out: int) -> float:
-        """Seconds per step with at most `num_out` steps begun and not waited for."""
+    def run(self, num_in_flight: int) -> float:
+        """Seconds per step with at most `num_in_flight` steps in flight."""
         self._runner.step(StepPlan(0, (), released_seats=tuple(range(len(self._tables)))))
-        out: deque[PendingStep] = deque()
+        in_flight: deque[PendingStep] = deque()
         started_s = 0.0
         tokens: Sequence[int | None] = [1] * len(self._tables)
         for step_idx in range(self._num_steps + NUM_WARMUPS):
             if step_idx == NUM_WARMUPS:
                 started_s = time.perf_counter()
-            out.append(self._runner.begin(StepPlan(step_idx, tuple(self._rows(step_idx, tokens)))))
-            if len(out) == num_out:
-                tokens = [row.token_id for row in out.popleft().wait().rows]
-            if num_out > 1:
+            in_flight.append(self._runner.begin(StepPlan(step_idx, tuple(self._rows(step_idx, tokens)))))
+            if len(in_flight) == num_in_flight:
+                tokens = [row.token_id for row in in_flight.popleft().wait().rows]
+            if num_in_flight > 1:
                 tokens = [PENDING_TOKEN] * len(self._tables)
-        while out:
-            out.popleft().wait()
+        while in_flight:
+            in_flight.popleft().wait()
         return (time.perf_counter() - started_s) / self._num_steps
 
     def _rows(self, step_idx: int, tokens: Sequence[int | None]) -> Iterator[ScheduledRow]:
-        for seat, token_id in enumerate(tokens):
+        for slot, token_id in enumerate(tokens):
             assert token_id is not None, "random weights gave a row without a token"
             yield ScheduledRow(
-                request_id=f"r{seat}",
-                seat=seat,
+                request_id=f"r{slot}",
+                seat=slot,
                 token_ids=(token_id,),
                 num_computed_tokens=self._first + step_idx,
-                block_table=self._tables[seat],
-                sampling=self._sampling[seat],
+                block_table=self._tables[slot],
+                sampling=self._sampling[slot],
                 num_generated_tokens=step_idx,
             )
 

@@ -1,7 +1,7 @@
-"""How well a loaded model predicts given tokens: their log-probabilities, by the same forward pass that serves.
+"""How well a loaded model predicts given tokens: their log-probabilities, from the forward pass that serves.
 
-A plan samples one token per row. Here every position's logits are wanted, so the model is asked directly, a few
-tokens at a time: memory stays at CHUNK_TOKENS rows of logits whatever the window's length.
+A plan samples one token per row, but here every position's logits are needed. So the model is called directly, a few
+tokens at a time: memory is bounded by CHUNK_TOKENS rows of logits, whatever the window's length.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from kernels.runtime.model_runner import ModelRunner
 from scheduler.plan import ScheduledRow, StepPlan
 
 CHUNK_TOKENS = 64
-"""Tokens per forward pass. A vocabulary of 262,144 makes 67 MB of logits of them, and as much again while they are
+"""Tokens per forward pass. With a vocabulary of 262,144 their logits take 67 MB, and twice that while they are
 normalized."""
 
 
@@ -26,10 +26,11 @@ def score_windows(
     num_given: int = 1,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Iterator[float]:
-    """Of each window: the negative natural-log probabilities of its tokens from `num_given` on, added up.
+    """Yield each window's sum of negative natural-log probabilities of its tokens from `num_given` on.
 
-    Each token is predicted from all of its window before it, and from nothing else. On the caller's thread, in the
-    first blocks of the pool: no step may run meanwhile. Raises OptionsError for a window beyond the runner's length.
+    Each token is predicted from all of its window before it, and from nothing else. Runs on the caller's
+    thread in the first blocks of the pool, so no step may run meanwhile. Raises OptionsError for a window beyond the
+    runner's length.
     """
     assert num_given >= 1, "the first token of a window has nothing to be predicted from"
     scorer = _Scorer(runner, chunk_tokens)
@@ -67,7 +68,7 @@ class _Scorer:
         return total
 
     def _logits(self, window: Sequence[int], first: int, end: int) -> torch.Tensor:
-        """[end - first, vocab_size] of the tokens from `first` on, whose K/V is written."""
+        """[end - first, vocab_size]: logits of the tokens from `first` on, whose K/V is written."""
         blocks = tuple(range(-(-end // self._block_size)))
         row = ScheduledRow("window", 0, tuple(window[first:end]), first, blocks, None, 0)
         batch = self._buffers.fill(StepPlan(0, (row,)))

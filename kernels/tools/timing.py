@@ -1,4 +1,4 @@
-"""How long something takes on a device, without the host's part where that can be told apart."""
+"""How long something takes on a device, without the host's time where that can be separated."""
 
 import statistics
 import time
@@ -10,10 +10,10 @@ import torch
 def median_s(
     call: Callable[[], object], device: torch.device, *, num_runs: int = 10, num_warmups: int = 3
 ) -> float:
-    """Median of single runs. On CUDA between events in the stream, elsewhere on the clock.
+    """The median of single runs, measured between events on CUDA and by the clock elsewhere.
 
-    The host has to be ahead of the device for its launches not to count, so this is for calls that keep the device busy
-    for longer than the host takes to ask for them; `captured_median_s` is for what is shorter.
+    Launches do not count only while the host is ahead of the device, so this is for calls that keep the device busy for
+    longer than the host takes to launch them; use `captured_median_s` for shorter ones.
     """
     for _ in range(num_warmups):
         call()
@@ -36,8 +36,8 @@ def captured_median_s(
 ) -> float:
     """Seconds per call of all `calls` one after the other, the median of several runs.
 
-    On CUDA they are replayed as one graph, as a step runs them: launching a kernel from Python takes longer than many
-    kernels do. Calls on different inputs that are larger together than the L2 cache find none of them in it.
+    On CUDA they are replayed as one graph, as in a step, because launching from Python takes longer than many kernels
+    do. Inputs that together exceed the L2 cache are read from memory.
     """
 
     def run_all() -> None:

@@ -1,7 +1,7 @@
 """Finds launch parameters for the device at hand and writes them to `tuning.json`.
 
-`python -m kernels.tools.tuner [OP[/BUCKET] …]`. A candidate counts only when the op's checks pass with it in force, and
-nothing is written when they fail with what is in force now: then the op is wrong, not slow.
+`python -m kernels.tools.tuner [OP[/BUCKET] …]`. A candidate counts only if the op's checks pass with it.
+Nothing is written if they fail with the current parameters: then the op is wrong, not slow.
 """
 
 import json
@@ -42,24 +42,24 @@ _BLOCKS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 """(block_m, block_n) tried for each op. Splits of the context are not here: they are part of the numerics."""
 _PIPELINED = ("paged_decode", "paged_prefill")
 NUM_CALLS = 10
-"""in a row for one measurement: a single one would be over before its graph's start no longer matters"""
+"""calls per measurement: the start of a graph would dominate a single call"""
 
 Measure = Callable[[str, str, torch.device], float]
 
 
 class TuningRefusedError(Exception):
-    """An op's checks fail with the parameters in force: nothing was written."""
+    """An op's checks fail with the current parameters; nothing was written."""
 
 
 def candidates(op: str) -> Iterator[LaunchConfig]:
-    """Every combination worth a try; those that do not fit the device drop out when they run."""
+    """All combinations to try; those that do not fit the device fail when they run."""
     stages = (2, 3, 4, 5) if op in _PIPELINED else (1,)
     for num_warps, num_stages, block_m, block_n in product((4, 8, 16), stages, *_BLOCKS[op]):
         yield LaunchConfig(num_warps, num_stages, block_m, block_n)
 
 
 def measure(op: str, bucket: str, device: torch.device) -> float:
-    """Seconds of the op's workload with what is in force."""
+    """Seconds that the op's workload takes with the current parameters."""
     return captured_median_s([tuning_workload(op, bucket, device)] * NUM_CALLS, device)
 
 
@@ -73,7 +73,7 @@ def tune(
     measured: Measure = measure,
     path: Path = TABLE_PATH,
 ) -> LaunchConfig:
-    """The fastest candidate whose checks pass, written under the device's name when it beats what is in force.
+    """The fastest candidate whose checks pass, written under the device's name if it beats the current parameters.
 
     Raises TuningRefusedError when the op's checks fail as it is.
     """
@@ -97,7 +97,7 @@ def tune(
 
 
 def _measured_s(measured: Measure, op: str, bucket: str, device: torch.device) -> float | None:
-    """None: the candidate does not run there, for want of shared memory or by the compiler's refusal."""
+    """None if the candidate does not run there, for lack of shared memory or because it does not compile."""
     try:
         return measured(op, bucket, device)
     except Exception:
@@ -118,7 +118,7 @@ def _first_failure(checks: Sequence[Check], device: torch.device) -> str | None:
 
 
 def _write(path: Path, key: str, op: str, bucket: str, config: LaunchConfig) -> None:
-    """Replace the file in one go: a reader sees the old table or the new one."""
+    """Replace the file atomically: a reader sees the old table or the new one."""
     assert key != DEFAULT, "the defaults are safe for every device; a tuned entry belongs to one"
     table = load_table(path)
     table.setdefault(key, {}).setdefault(op, {})[bucket] = asdict(config)

@@ -10,7 +10,7 @@ from kernels.ops.block_copy.gpu import copy_blocks
 from kernels.ops.embed_tokens.gpu import embed_tokens
 from kernels.ops.paged_attention.gpu import paged_attention
 from kernels.ops.rms_norm.gpu import rms_norm
-from kernels.ops.sampling.gpu import Histories, SampleInputs, SeatCounts, sample
+from kernels.ops.sampling.gpu import Histories, SamplingInputs, SlotCounts, sample
 from kernels.ops.sampling.gpu_counts import update_counts
 from kernels.ops.silu_mul.gpu import silu_mul
 from kernels.ops.store_kv.gpu import KVBlocks, Rotary, store_kv
@@ -22,7 +22,7 @@ Workload = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """`num_rows` rows of `new_tokens` tokens each, behind a context of `context_len` with them."""
+    """`num_rows` rows of `new_tokens` tokens each; `context_len` includes them."""
 
     num_rows: int
     new_tokens: int
@@ -33,12 +33,12 @@ class AttentionSizes:
 
     @property
     def kv_bytes(self) -> int:
-        """What decoding has to read, in 16-bit elements."""
+        """Bytes that decoding reads, for 16-bit elements."""
         return 2 * self.num_rows * self.context_len * self.num_kv_heads * self.head_dim * 2
 
 
 def attention(sizes: AttentionSizes, device: torch.device, dtype: torch.dtype) -> Workload:
-    """Rows whose blocks lie scattered over a pool that holds nothing else."""
+    """Attention of rows whose blocks are scattered over the pool."""
     width = -(-sizes.context_len // BLOCK_SIZE)
     num_blocks = sizes.num_rows * width
     shape = (num_blocks, sizes.num_kv_heads, BLOCK_SIZE, sizes.head_dim)
@@ -51,7 +51,7 @@ def attention(sizes: AttentionSizes, device: torch.device, dtype: torch.dtype) -
 
 
 def decode_batch(num_rows: int, new_tokens: int, context_len: int, device: torch.device) -> ForwardBatch:
-    """Equal rows; blocks are dealt in random order, so that no row's lie side by side."""
+    """Equal rows whose blocks are in random order, so that no row's are adjacent."""
     width = -(-context_len // BLOCK_SIZE)
     order = torch.randperm(num_rows * width, generator=torch.Generator().manual_seed(0))
     tables = order.view(num_rows, width).to(torch.int32)
@@ -71,7 +71,7 @@ def decode_batch(num_rows: int, new_tokens: int, context_len: int, device: torch
 
 
 def tuning_workload(op: str, bucket: str, device: torch.device, *, scale: int = 1) -> Workload:
-    """What an entry of the tuning table is timed with; `scale` > 1 divides sizes, for a trial without a GPU."""
+    """The workload for an entry of the tuning table; `scale` > 1 divides sizes, for a run without a GPU."""
     dtype = torch.bfloat16
     if op == "paged_decode":
         return attention(AttentionSizes(32 // scale, 1, 8192 // scale, int(bucket[1:])), device, dtype)
@@ -101,14 +101,14 @@ def tuning_workload(op: str, bucket: str, device: torch.device, *, scale: int = 
 
 
 def sampling(num_rows: int, vocab_size: int, device: torch.device) -> Workload:
-    """Every row with top-k and top-p, the dearest filters."""
+    """Sampling with top-k and top-p, the most expensive filters, in every row."""
     line = torch.tensor([1.0, 0.9, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
-    inputs = SampleInputs(
+    inputs = SamplingInputs(
         parameters=line.repeat(num_rows, 1).to(device),
         top_ks=torch.full((num_rows,), 50, dtype=torch.int32, device=device),
         seeds=torch.arange(num_rows, device=device),
         positions=torch.arange(num_rows, device=device),
-        seats=torch.arange(num_rows, dtype=torch.int32, device=device),
+        slots=torch.arange(num_rows, dtype=torch.int32, device=device),
         ring=torch.zeros((num_rows, RING_TOKENS), dtype=torch.int32, device=device),
     )
     logits = torch.randn(num_rows, vocab_size, device=device)
@@ -125,15 +125,15 @@ def _embed_tokens(num_tokens: int, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _token_counts(num_rows: int, vocab_size: int, device: torch.device) -> Workload:
-    """Every row starts its seat's counts over with a prompt of 100 tokens, the dearest that can happen."""
-    seats = torch.arange(num_rows, dtype=torch.int32, device=device)
+    """Every row resets its slot's counts with a prompt of 100 tokens, the most expensive case."""
+    slots = torch.arange(num_rows, dtype=torch.int32, device=device)
     ids = torch.arange(100 * num_rows, dtype=torch.int32, device=device) % vocab_size
     histories = Histories(torch.arange(num_rows + 1, dtype=torch.int32, device=device) * 100, ids, ids)
-    counts = SeatCounts(
-        torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device), torch.zeros_like(seats).long()
+    counts = SlotCounts(
+        torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device), torch.zeros_like(slots).long()
     )
     ring = torch.zeros((num_rows, RING_TOKENS), dtype=torch.int32, device=device)
-    return lambda: update_counts(seats, seats.long(), ring, counts, histories)
+    return lambda: update_counts(slots, slots.long(), ring, counts, histories)
 
 
 def _store_kv(num_tokens: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> Workload:

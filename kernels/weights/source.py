@@ -1,4 +1,4 @@
-"""From what the operator writes as the model to the file or folder that holds it. Imports no torch."""
+"""Finds the file or folder of the model that the operator names. Imports no torch."""
 
 import hashlib
 import importlib.util
@@ -36,9 +36,9 @@ class _Wheel:
     distribution: str
     pattern: str
     num_parts: int = 0
-    """Packages `<package>_part1`, … that hold one part each of a file too large for one package."""
+    """The number of packages `<package>_part1`, … that hold one part each of a file too large for one package."""
     sha256: str = ""
-    """Of the file that the parts make."""
+    """The hash of the file that the parts make."""
 
     @property
     def pip_arguments(self) -> str:
@@ -58,12 +58,8 @@ _WHEELS: Mapping[str, _Wheel] = {
 }
 
 
-def known_names() -> tuple[str, ...]:
-    return tuple(_WHEELS)
-
-
 def resolve_model(model: str) -> ModelSource:
-    """Finds a folder, a .gguf file or a known name, in this order.
+    """Look for a folder, a .gguf file or a known name, in this order.
 
     Raises ModelNotFoundError naming what was tried.
     """
@@ -157,7 +153,7 @@ def joined_file(name: str, parts: Sequence[Path], sha256: str) -> Path:
 
 
 def _join(parts: Sequence[Path], target: Path, sha256: str) -> None:
-    """Under another name until it is whole, so that neither a crash nor a second process leaves half a file."""
+    """Written under another name until complete, so that neither a crash nor a second process leaves half a file."""
     digest = hashlib.sha256()
     with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as out:
         try:

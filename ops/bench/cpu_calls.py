@@ -1,4 +1,4 @@
-"""The compiled CPU functions of a product and of attention, called on tensors by the caller's thread."""
+"""Calls of single compiled CPU functions on tensors, on the caller's thread: products, quantization, attention."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ def lone_phase() -> torch.Tensor:
 
 
 def prepare_linear(x: torch.Tensor, packed: PackedLinear, mode: int = STORE) -> Callable[[], torch.Tensor]:
-    """The product as a call that can be repeated, its input converted beforehand."""
+    """A function that computes the product; it can be called repeatedly, and the input is converted beforehand."""
     a, scales = (x.bfloat16().contiguous(), None) if packed.scales is None else quantize(x, packed.num_groups)
     if mode in (SILU_MUL, GELU_MUL):
         out = torch.empty(x.shape[0], packed.num_outputs // 2, dtype=torch.bfloat16)
@@ -48,7 +48,7 @@ def prepare_linear(x: torch.Tensor, packed: PackedLinear, mode: int = STORE) -> 
 
 
 def quantize(x: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 (value / scale + 128) of x [num_tokens, size], scales [num_tokens, num_groups]; caller's thread."""
+    """uint8 codes (value / scale + 128) of x [num_tokens, size], and scales [num_tokens, num_groups]."""
     half = x.bfloat16().contiguous()
     rows, size = half.shape
     codes = torch.empty(rows, size, dtype=torch.uint8)
@@ -76,7 +76,7 @@ def attend_row(
     position: int,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Attention of one row's bfloat16 queries [num_tokens, num_heads, head_dim] from `position` on; caller's thread.
+    """Attention of one row's bfloat16 queries [num_tokens, num_heads, head_dim] from `position` on.
 
     Tokens × heads per KV head may be at most MAX_QUERIES, unless the heads alone are more. block_table is int32.
     """

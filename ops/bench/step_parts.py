@@ -29,7 +29,7 @@ LAYER_PHASES = (
 )
 """In the order of kernels.models.cpu.fused_step; rotary includes the write into the pool, and `merge` is attention's.
 
-Where a model norms what a half of a layer gives, the next `norm` does that too.
+In models with post-norms, the next `norm` also applies these.
 """
 _PART_OF = {
     "qkv": "linears",
@@ -40,18 +40,18 @@ _PART_OF = {
     "merge": "attention",
     "head": "head",
 }
-"""What is not listed is glue."""
+"""Phases that are not listed are glue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What all threads together reach where nothing else limits them."""
+    """The rates that all threads together reach when nothing else limits them."""
 
     read_bytes_per_s: float
     flops_per_s: float
-    """Of the linears' type."""
+    """For the type of the linears."""
     attention_flops_per_s: float
-    """Of bfloat16."""
+    """For bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,16 @@ class PartTime:
 
 
 def phase_names(num_layers: int) -> tuple[str, ...]:
-    """Of every phase of a step."""
+    """The names of all phases of a step, in order."""
     return ("embed", *LAYER_PHASES * num_layers, "norm", "head")
 
 
 def profile_step(
     decoder: FusedDecoder, batch: ForwardBatch, rates: Rates, repeats: int = 20
 ) -> list[PartTime]:
-    """Each phase's best time of `repeats` identical steps, added up by part.
+    """Add up, for each part, the best time of each phase over `repeats` identical steps.
 
-    Taking the best per phase rather than per step keeps other processes out of the figures.
+    The best per phase, not per step, is least affected by other processes.
     """
     best: list[float] = []
     started_s, first_stamp, stamps = time.perf_counter(), 0, [0]
@@ -82,7 +82,7 @@ def profile_step(
         first_stamp = first_stamp or stamps[0]
         durations = _durations(stamps)
         if min(durations) < 0:
-            continue  # a thread was put aside before it could note its phase's end
+            continue  # a thread was descheduled before it could write its phase's end
         best = [min(pair) for pair in zip(best, durations, strict=True)] if best else durations
     ticks_per_ms = (max(stamps) - first_stamp) / (time.perf_counter() - started_s) / 1e3
     spent = dict.fromkeys(("linears", "attention", "head", "glue"), 0.0)
@@ -122,26 +122,26 @@ def _floors(decoder: FusedDecoder, batch: ForwardBatch, rates: Rates) -> dict[st
 
 
 def keys_of_step(windows: Sequence[int], batch: ForwardBatch) -> tuple[int, int]:
-    """Keys that rows read, and that their tokens see, added up over layers with these windows (0 for none)."""
+    """The number of keys that rows read, and that their tokens see, summed over layers with these windows (0: none)."""
     read = seen = 0
     lengths = batch.query_start.diff()
     for window in windows:
         row_keys, token_keys = batch.context_lens, batch.positions + 1
         if window:
-            # A row's first token looks back furthest: over the window less itself.
+            # A row's first token looks back furthest: over window - 1 tokens before it.
             row_keys, token_keys = row_keys.minimum(lengths + window - 1), token_keys.clamp(max=window)
         read, seen = read + int(row_keys.sum()), seen + int(token_keys.sum())
     return read, seen
 
 
 def layer_weights(config: ModelConfig) -> int:
-    """Numbers in one layer's matrices."""
+    """The number of elements of one layer's matrices."""
     attention = (config.num_heads + config.num_kv_heads) * config.head_dim
     return config.hidden_size * (2 * attention + 3 * config.intermediate_size)
 
 
 def measure_rates(quantized: bool, num_threads: int) -> Rates:
-    """Reading 256 MiB, and a product whose operands stay in the caches, times the number of threads."""
+    """Measure reading 256 MiB, and a product on operands in the caches times the number of threads."""
     memory = torch.zeros(1 << 25, dtype=torch.int64)
     read_s = _best_s(memory.sum)
     return Rates(

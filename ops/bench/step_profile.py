@@ -43,7 +43,7 @@ def decode_batch(batch: int, context_tokens: int) -> ForwardBatch:
 
 
 def prefill_batch(prompt_tokens: int) -> ForwardBatch:
-    """The last chunk of one prompt."""
+    """A batch with the last chunk of one prompt."""
     count = min(prompt_tokens, _CHUNK_TOKENS)
     blocks = -(-prompt_tokens // _BLOCK_SIZE)
     positions = torch.arange(prompt_tokens - count, prompt_tokens)

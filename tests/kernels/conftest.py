@@ -1,4 +1,4 @@
-"""What loading a model does for the process, done for tests that call kernels without one."""
+"""Does for the process what loading a model does, for tests that call kernels without one."""
 
 import pytest
 

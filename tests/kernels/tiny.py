@@ -55,7 +55,7 @@ def _qwen2() -> PreTrainedModel:
 
 
 def _gemma3(**changes: Any) -> PreTrainedModel:
-    """Windows in four of six layers, an attention scale that is not the head size's."""
+    """Windows in four of six layers, and an attention scale that does not follow from the head size."""
     return Gemma3ForCausalLM(
         Gemma3TextConfig(
             **SIZES | {"num_hidden_layers": 6, "hidden_size": 72},

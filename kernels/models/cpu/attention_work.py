@@ -12,7 +12,7 @@ from kernels.ops.paged_attention.cpu import ALL_SPANS, MAX_QUERIES, span_tokens
 from kernels.ops.paged_attention.cpu_span import part_bytes
 
 _TASKS_PER_THREAD = 4
-"""With fewer tasks than that the last one to finish keeps the others waiting."""
+"""With fewer tasks than this, threads wait for the last one to finish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class AttentionWork:
 
 
 class AttentionPlanner:
-    """Cuts prompts into runs of queries and, where a step has little else to share out, rows into spans of keys.
+    """Cuts prompts into runs of queries and, where a step has too few tasks, rows into spans of keys.
 
-    A plan is for the layers of one window (0 for none): of a span that lies before it nothing would be computed, and
-    what is left in its part is not to be merged. How a row is cut has no influence on its result, to the bit.
+    A plan holds for the layers with one window (0 for none): spans before the window are left out, because their parts
+    stay unwritten and must not be merged. How a row is cut does not change a bit of its result.
     """
 
     def __init__(self, config: ModelConfig, block_size: int, num_threads: int) -> None:
@@ -42,11 +42,11 @@ class AttentionPlanner:
 
     @property
     def part_bytes(self) -> int:
-        """Room for one span of one item and KV head."""
+        """Size of one span's unfinished output, for one item and KV head."""
         return self._part_bytes
 
     def plan(self, batch: ForwardBatch, window: int) -> AttentionWork:
-        """Every token's attention."""
+        """The attention of all tokens."""
         num_decodes = batch.num_decode_rows
         starts = batch.query_start.tolist()
         per_item = self._queries_per_item
@@ -62,7 +62,7 @@ class AttentionPlanner:
         return self._share(items, batch, window)
 
     def plan_sampled(self, batch: ForwardBatch, window: int) -> AttentionWork:
-        """The sampled tokens' attention only."""
+        """The attention of the sampled tokens only."""
         starts, indices = batch.query_start.numpy(), batch.sample_indices.numpy()
         items = np.zeros(len(indices), ITEM)
         items["row"] = np.searchsorted(starts, indices, side="right") - 1
@@ -73,7 +73,7 @@ class AttentionPlanner:
     def _share(self, items: npt.NDArray[np.void], batch: ForwardBatch, window: int) -> AttentionWork:
         if len(items) * self._num_kv_heads < self._enough_tasks:
             return self._split(items, batch, window)
-        # With work for everyone a thread takes all heads of an item, and its blocks come in one stream.
+        # With enough tasks a thread takes all heads of an item, so that it reads the item's blocks in one stream.
         whole_rows = len(items) >= 2 * self._enough_tasks
         return AttentionWork(items, items[:0], 0, self._num_kv_heads if whole_rows else 1)
 

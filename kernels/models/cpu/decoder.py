@@ -12,6 +12,7 @@ from kernels.models.cpu import fused_step
 from kernels.models.cpu.attention_work import AttentionPlanner, AttentionWork
 from kernels.models.cpu.packed_weights import PackedWeights, layer_windows
 from kernels.models.cpu.step_layout import WORK, StepFields
+from kernels.models.decoder_weights import rounded_embedding_scale
 from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.ops.cpu.precompile import precompile
 from kernels.ops.cpu.tasks import END_STAMP, PHASE_BYTES, START_STAMP, run_on_threads
@@ -39,7 +40,7 @@ def fused_supported(
 
 
 class FusedDecoder:
-    """See DecoderModel, whose two methods it implements."""
+    """Weights under their Hugging Face names, bound to one KV pool. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -62,20 +63,19 @@ class FusedDecoder:
         self._windows = tuple(dict.fromkeys(windows))
         self._last_window = windows[-1]
         self._work = np.zeros(len(self._windows) + 1, WORK)
-        """Of each window, and of the last layer where only sampled rows are computed."""
+        """One record per window, and one for the last layer when only sampled rows are computed there."""
         self._weights.layers["work"] = [
             self._work[self._windows.index(window) :].ctypes.data for window in windows
         ]
         self._attention = AttentionPlanner(config, kv_pool.block_size, self._num_threads)
         self._parts = torch.empty(0, dtype=torch.uint8)
-        # Kept between steps: touching 12 MB of new pages for 64 rows would cost more than writing them.
+        # Kept between steps: page faults for 12 MB of new logits (64 rows) would cost more than writing them.
         self._logits = torch.empty(0, config.vocab_size)
         self._max_tokens = 0
         self._describe_model()
 
     def _describe_model(self) -> None:
         config, pool, weights = self.config, self.kv_pool, self._weights
-        gemma3 = config.gemma3
         group = config.num_heads // config.num_kv_heads
         wide = max(2 * config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
         scratch = max(scratch_bytes(group, config.head_dim), wide * 4, linear_kernel.scratch_bytes(wide))
@@ -103,21 +103,21 @@ class FusedDecoder:
             "intermediate": config.intermediate_size,
             "block_size": pool.block_size,
             "quantized": int(self._quantized),
-            "activation": SILU_MUL if gemma3 is None else GELU_MUL,
+            "activation": SILU_MUL if config.activation == "silu" else GELU_MUL,
             "layer_kv_bytes": pool.keys[0].nbytes,
             "block_kv_bytes": pool.keys[0, 0].nbytes,
             "qkv_width": (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * 4,
             "logits_width": config.vocab_size * 4,
             "eps_bits": _bits(config.rms_norm_eps),
-            "scale_bits": _bits(config.head_dim**-0.5 if gemma3 is None else gemma3.attention_scale),
-            "embedding_scale_bits": _bits(weights.embedding_scale),
+            "scale_bits": _bits(config.score_scale),
+            "embedding_scale_bits": _bits(rounded_embedding_scale(config, torch.bfloat16)),
         }.items():
             self._step.set(name, value)
 
     def _compile(self) -> None:
-        precompile(fused_step.__name__, (*fused_step.UNITS, fused_step.work))
-        for unit in fused_step.UNITS:
-            self._step.set(unit.name, unit.address)
+        precompile(fused_step.__name__, (*fused_step.COMPILED, fused_step.work))
+        for function in fused_step.COMPILED:
+            self._step.set(function.name, function.address)
         self._compiled = True
 
     def _make_room(self, num_tokens: int) -> None:
@@ -129,7 +129,7 @@ class FusedDecoder:
         attention = config.num_heads * config.head_dim
         widths = {
             "x": config.hidden_size * 4,
-            "branch": 0 if config.gemma3 is None else config.hidden_size * 4,
+            "branch": config.hidden_size * 4 if config.has_post_norms else 0,
             "normed": config.hidden_size * 2,
             "qkv": attention * 4 + 2 * config.num_kv_heads * config.head_dim * 4,
             "query": attention * 2,
@@ -151,6 +151,7 @@ class FusedDecoder:
             self._step.set("parts", self._parts.data_ptr())
 
     def warmup(self) -> None:
+        """Compile everything that a step may need; the pool's contents survive."""
         empty = torch.zeros(0, dtype=torch.int64)
         start = torch.zeros(1, dtype=torch.int32)
         self.forward(ForwardBatch(empty, empty, empty, empty.view(0, 1), start, empty, empty, 0))
@@ -164,11 +165,15 @@ class FusedDecoder:
         return self._num_threads
 
     def stamps(self) -> list[int]:
-        """Time-stamp counter at the last step's start and at the end of each of its phases; 0 where it had none."""
+        """Time-stamp counter at the start of the last step and at the end of each phase; 0 for phases it skipped."""
         ends: list[int] = self._counters[:, END_STAMP // 8].tolist()
         return [int(self._counters[0, START_STAMP // 8]), *ends]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Write the batch's K/V into the pool and give the logits [num_sampled, vocab_size] in float32.
+
+        The next call overwrites them.
+        """
         num_tokens, num_sampled = batch.token_ids.shape[0], batch.sample_indices.shape[0]
         self._check(batch)
         self._make_room(max(num_tokens, num_sampled))
@@ -194,7 +199,7 @@ class FusedDecoder:
         self._step.set("num_tokens", num_tokens)
         self._step.set("num_sampled", num_sampled)
         work = self._plan_attention(batch)
-        # By NumPy: torch would wake its threads to clear 40 KB, and wait for them.
+        # NumPy, because torch would wake its threads to clear 40 KB and wait for them.
         self._counters.fill(0)
         self._step.set("num_started", 0)
         run_on_threads(fused_step.work, self._step.address, self._num_threads)
@@ -202,7 +207,7 @@ class FusedDecoder:
         return logits
 
     def _plan_attention(self, batch: ForwardBatch) -> tuple[AttentionWork, ...]:
-        """Tells the step how to share out attention; the result must outlive the step."""
+        """Write the step's attention tasks into its records; the result must outlive the step."""
         indices = batch.sample_indices.numpy()
         only_sampled = len(indices) < batch.token_ids.shape[0] and bool((indices[1:] > indices[:-1]).all())
         work = tuple(self._attention.plan(batch, window) for window in self._windows)
@@ -218,17 +223,20 @@ class FusedDecoder:
 
     def _check(self, batch: ForwardBatch) -> None:
         """The compiled step reads and writes raw memory: an index out of range would corrupt it silently."""
-        for indices, bound in (
-            (batch.token_ids, self.config.vocab_size),
-            (batch.positions, self.config.max_position_embeddings),
-            (batch.slot_mapping, self.kv_pool.num_blocks * self.kv_pool.block_size),
-            (batch.block_tables, self.kv_pool.num_blocks),
-            (batch.sample_indices, batch.token_ids.shape[0]),
+        for name, indices, bound in (
+            ("token_ids", batch.token_ids, self.config.vocab_size),
+            ("positions", batch.positions, self.config.max_position_embeddings),
+            ("slot_mapping", batch.slot_mapping, self.kv_pool.num_blocks * self.kv_pool.block_size),
+            ("block_tables", batch.block_tables, self.kv_pool.num_blocks),
+            ("sample_indices", batch.sample_indices, batch.token_ids.shape[0]),
         ):
             if indices.numel():
                 values = indices.numpy()
-                assert int(values.min()) >= 0, "negative index"
-                assert int(values.max()) < bound, f"index {int(values.max())} is not below {bound}"
+                # Not assert, which python -O leaves out.
+                if int(values.min()) < 0 or int(values.max()) >= bound:
+                    raise IndexError(
+                        f"{name} from {int(values.min())} to {int(values.max())}; they must be from 0 to {bound - 1}"
+                    )
 
 
 def _bits(value: float) -> int:

@@ -6,7 +6,7 @@ _ADDRESSES = (
     "layers linears embedding token_ids positions slots tables query_start context_lens sample_indices last_work "
     "parts final_norm keys values x branch normed scales qkv query attended mid codes logits counters scratch"
 )
-_UNITS = (
+_COMPILED = (
     "linear_phase",
     "rms_norm_phase",
     "add_norm_phase",
@@ -21,27 +21,29 @@ _NUMBERS = (
     "scratch_stride qkv_width logits_width"
 )
 STEP = np.dtype(
-    [(name, np.int64) for name in ("num_started", *_ADDRESSES.split(), *_NUMBERS.split(), *_UNITS)]
+    [(name, np.int64) for name in ("num_started", *_ADDRESSES.split(), *_NUMBERS.split(), *_COMPILED)]
 )
-"""Everything a step reads and writes: a counter of threads, addresses, sizes (strides in bytes), units."""
+"""Everything a step reads and writes: a counter of threads, addresses, sizes (strides in bytes), compiled functions."""
 
-_LAYER_FIELDS = "input_norm attended_norm mlp_norm fed_norm query_norm key_norm cos sin window work"
+_LAYER_FIELDS = (
+    "input_norm post_attention_norm mlp_norm post_mlp_norm query_norm key_norm cos sin window work"
+)
 LAYER = np.dtype([(name, np.int64) for name in _LAYER_FIELDS.split()])
-"""A layer's addresses, 0 where the model has none: float32 norm weights (`attended_norm` and `fed_norm` are of what
-attention and the MLP give, before it is added), rotary tables and the WORK of its window, which 0 leaves open."""
+"""A layer's addresses, 0 where the model has none: float32 norm weights (the post-norms are applied to what attention
+and the MLP give, before it is added), rotary tables, the window (0: all keys) and its WORK."""
 
 ITEM = np.dtype([(name, np.int64) for name in ("row", "first", "count", "span", "part")])
-"""Attention of `count` tokens of a row, from its `first` in this step on: over all keys, or over one span of them into
-a part of its own. In a merge `span` is how many parts there are, from `part` on."""
+"""Attention of `count` tokens of a row, starting with its `first` in this step: over all keys, or over one span of them
+into a part. For a merge, `span` is the number of parts, which start at `part`."""
 
 WORK = np.dtype(
     [(name, np.int64) for name in ("items", "num_items", "merges", "num_merges", "heads_per_task")]
 )
-"""A layer's attention: addresses and numbers of ITEMs, KV heads that one task takes."""
+"""A layer's attention: addresses and numbers of ITEMs, and how many KV heads a task takes."""
 
 
 class StepFields:
-    """One STEP. Its fields are set as an array's items: NumPy's own access by name takes several times as long."""
+    """One STEP. Fields are set by index into an array: NumPy's access by name takes several times as long."""
 
     def __init__(self) -> None:
         self._values = np.zeros(len(STEP.names or ()), np.int64)

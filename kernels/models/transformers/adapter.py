@@ -17,12 +17,12 @@ from kernels.ops.store_kv.reference import store_kv_reference
 from kernels.runtime.kv_pool import KVPool
 
 ATTENTION_NAME = "tailrace_paged"
-"""Under which transformers finds our attention."""
+"""The name under which our attention is registered with transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """How far back the tokens of a layer look: a window or a chunk as in Scores, else to the beginning."""
+    """Which keys a layer's tokens see: a window or a chunk as in Scores, else the whole context."""
 
     window: int | None = None
     chunk: int | None = None
@@ -36,7 +36,7 @@ class Attention(Protocol):
     ) -> torch.Tensor:
         """[num_tokens, num_heads, size of a value] from query [num_tokens, num_heads, head_dim].
 
-        `options` is whatever the model passes besides: `scaling`, `softcap` and the like.
+        `options` holds the model's other arguments, such as `scaling` and `softcap`.
         """
         ...
 
@@ -44,7 +44,7 @@ class Attention(Protocol):
 class _PagedAttention:
     """Writes each layer's K/V where the batch says, then attends over the blocks of each row.
 
-    The pool's heads are as many and as wide as those of the layer that needs most; others leave a part unused.
+    The pool is sized for the layer with the most and the widest heads; other layers leave a part unused.
     """
 
     def __init__(self, kv_pool: KVPool, head_dim: int, spans: Sequence[Span], batch: ForwardBatch) -> None:
@@ -74,16 +74,16 @@ class _PagedAttention:
         return attended[..., : value.shape[2]]
 
     def _wide(self, heads: torch.Tensor) -> torch.Tensor:
-        """With zeros up to the pool's head size: they add nothing to a score."""
+        """Padded with zeros to the pool's head size; they add nothing to a score."""
         missing = self._head_dim - heads.shape[2]
         return F.pad(heads, (0, missing)) if missing else heads
 
 
 class AdapterModel:
-    """Bound to one KV pool; see DecoderModel for its two methods.
+    """A model of transformers bound to one KV pool.
 
-    The whole batch runs as one sequence, in which nothing but attention may tell one row from another; loading
-    has made sure of that. `spans` has one entry per call of attention in a forward pass.
+    The whole batch runs as one sequence, so only attention may treat rows differently; loading has checked that.
+    `spans` has one entry per call of attention in a forward pass.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Holds a model behind the adapter against itself: its own attention, one prompt at a time, gives the same logits."""
+"""Checks that an adapted model gives the logits that it gives with its own attention, one prompt at a time."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +11,14 @@ from kernels.errors import ModelFileError
 from kernels.models.transformers.adapter import AdapterModel
 
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
-"""Relative error of the logits; neighbours, positions or windows ignored give errors of the order of one.
+"""Relative error of the logits. Ignoring other rows, positions or windows gives errors of the order of one.
 
 Rounding gave SmolLM2 and Gemma 3 270M up to 6e-5 in float32 and 0.04 in bfloat16.
 """
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 2
-"""Of the pool that the check wants."""
+"""The size of the pool that the check needs."""
 _PROMPTS = ((1, 5, 2, 7, 3, 6, 2, 9, 4, 8, 5), (4, 3, 3, 8, 1, 6))
 """Small ids, which every vocabulary has. Each fits one block."""
 
@@ -30,12 +30,12 @@ class _Row:
     num_before: int
     """Tokens of this prompt that are already in the block."""
     first_position: int
-    """Of the prompt."""
+    """The position of the prompt's first token."""
 
 
 @torch.inference_mode()
 def own_logits(model: PreTrainedModel, max_positions: int) -> torch.Tensor:
-    """[len(_PROMPTS), vocab_size]: after each prompt, alone, by the model's own attention."""
+    """[len(_PROMPTS), vocab_size]: the logits after each prompt, alone and with the model's own attention."""
     logits = []
     for prompt, first in zip(_PROMPTS, _first_positions(max_positions), strict=True):
         tokens = torch.tensor([prompt], device=model.device)
@@ -46,10 +46,10 @@ def own_logits(model: PreTrainedModel, max_positions: int) -> torch.Tensor:
 
 
 def check_logits(folder: Path, adapted: AdapterModel, model: PreTrainedModel, expected: torch.Tensor) -> None:
-    """The first prompt in a chunk of seven beside the second prompt, a chunk of three and a token by itself.
+    """Compute the first prompt in chunks of seven, three and one tokens, the first chunk beside the second prompt.
 
-    The second prompt stands at the last positions that the model may have, so that what one row does to the
-    rotation of another is seen. Raises ModelFileError with the largest difference.
+    The second prompt has the last positions that the model allows, so that an effect of one row on another's rotation
+    shows. Raises ModelFileError with the largest difference.
     """
     first, second = _PROMPTS
     start, end = _first_positions(adapted.config.max_position_embeddings)
@@ -75,7 +75,7 @@ def _first_positions(max_positions: int) -> tuple[int, int]:
 
 
 def _batch(rows: list[_Row], device: torch.device) -> ForwardBatch:
-    """Logits after each row."""
+    """A batch that asks for the logits after each row."""
     starts = torch.tensor([0, *(len(row.tokens) for row in rows)]).cumsum(0)
     offsets = torch.cat([torch.arange(row.num_before, row.num_before + len(row.tokens)) for row in rows])
     blocks = torch.cat([torch.full((len(row.tokens),), row.block) for row in rows])

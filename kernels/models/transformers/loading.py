@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _HEAD_MULTIPLE = 4
-"""Of the pool's head size, whatever its type."""
+"""The pool's head size is a multiple of this for every type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class LoadedAdapter:
 
 
 def load_adapter(folder: Path, dtype: torch.dtype, device: torch.device) -> LoadedAdapter:
-    """Reads local files only and runs no code of the checkpoint's.
+    """Load a model from local files only, without running code of the checkpoint.
 
     Raises ModelFileError for a model whose layers are not all causal softmax attention, or whose logits are not
     those of its own attention: a small mixed batch is computed both ways.
@@ -73,7 +73,7 @@ def _load_checked(folder: Path, dtype: torch.dtype, device: torch.device) -> Loa
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' bars and advice on standard error: what matters of it the checks here say."""
+    """Silence transformers' progress bars and advice on standard error; the checks here report what matters."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.ERROR)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -87,7 +87,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _refusing(folder: Path, what: str) -> Iterator[None]:
-    """Whatever transformers raises on files that it does not understand, as ours."""
+    """Turn anything that transformers raises on files it does not understand into a ModelFileError."""
     try:
         yield
     except ModelFileError:
@@ -98,7 +98,7 @@ def _refusing(folder: Path, what: str) -> Iterator[None]:
 
 
 def _check_architecture(folder: Path, config: Any) -> None:
-    """What the config and the class say already, before any weight is read."""
+    """Refuse what the config and the class rule out before any weight is read."""
     if type(config) not in AutoModelForCausalLM._model_mapping or config.is_encoder_decoder:
         raise ModelFileError(
             f"{folder}: model_type {config.model_type!r} is no decoder-only causal language model of transformers"
@@ -134,7 +134,7 @@ def _load(folder: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation="eager",  # the only one that every model has and that leaves nothing out
+            attn_implementation="eager",  # the only one that every model has and that is complete
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
@@ -170,7 +170,7 @@ def _check_layers(folder: Path, model: PreTrainedModel, layers: Sequence[LayerNe
 
 
 def _declared_kinds(text: Any, num_calls: int) -> list[str]:
-    """What the config says of windows; a model whose mask was not built could not be told from one without."""
+    """The kinds of attention that the config declares; a mask that was never built would look like full attention."""
     kinds = getattr(text, "layer_types", None)
     if kinds is not None:
         return list(kinds)[:num_calls]
@@ -187,7 +187,7 @@ def _model_config(
         model_type=config.model_type,
         num_layers=len(layers),
         hidden_size=getattr(text, "hidden_size", 0),
-        intermediate_size=0,  # like what is zero below, the model's own affair
+        intermediate_size=0,  # unused, like everything that is zero below: transformers computes it
         num_heads=getattr(text, "num_attention_heads", 0),
         num_kv_heads=max(layer.num_kv_heads for layer in layers),
         head_dim=-(-head_dim // _HEAD_MULTIPLE) * _HEAD_MULTIPLE,
@@ -201,7 +201,7 @@ def _model_config(
 
 
 def _max_positions(text: Any) -> int:
-    """Where the rotation depends on the longest row of a batch, only as far as it does not."""
+    """The largest number of positions for which the rotation does not depend on the longest row of the batch."""
     limit: int = min(getattr(text, "max_position_embeddings", None) or FAR, FAR)
     rope = getattr(text, "rope_parameters", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):

@@ -1,4 +1,4 @@
-"""What each layer of a transformers model asks of its attention, found by running two tokens through it."""
+"""What each layer of a transformers model needs of its attention, found by running two tokens through it."""
 
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -13,13 +13,13 @@ from kernels.errors import ModelFileError
 from kernels.models.transformers.adapter import ATTENTION_NAME, Span, attention_forward, run
 
 VisibleFunction = Callable[..., torch.Tensor]
-"""transformers' mask function: of (batch, head, query position, key position), True where the query sees the key."""
+"""transformers' mask function (batch, head, query position, key position): True where the query sees the key."""
 
 FAR = 1 << 20
-"""Nothing is served that is longer; windows beyond it are none."""
+"""No request is longer, so a window beyond this counts as none."""
 
 _PROBE_NAME = "tailrace_probe"
-"""An attention that, unlike ours, has masks built for it."""
+"""The name of an attention for which, unlike ours, transformers builds masks."""
 
 _SUPPORTED = ("scaling", "softcap", "s_aux", "sliding_window", "is_causal")
 _WITHOUT_EFFECT = (
@@ -27,7 +27,7 @@ _WITHOUT_EFFECT = (
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
 )
-"""Passed by models, read by none of transformers' own attention functions in a forward pass like ours."""
+"""Arguments that models pass but that no attention function of transformers reads in a forward pass like ours."""
 
 _IN_WORDS = {
     "position_bias": "position biases added to attention scores",
@@ -42,7 +42,7 @@ _IN_WORDS = {
 class LayerNeeds:
     num_kv_heads: int
     head_dim: int
-    """Of keys or values, whichever are wider."""
+    """The size of keys or values, whichever is larger."""
     span: Span
 
 
@@ -56,9 +56,9 @@ class _Call:
 
 
 def probe_layers(folder: Path, model: PreTrainedModel) -> list[LayerNeeds]:
-    """In the order of the calls; empty for a model that does not let its attention be replaced.
+    """The needs of each layer in the order of the calls; empty for a model whose attention cannot be replaced.
 
-    Leaves the model with our attention. Raises ModelFileError for attention that ours cannot stand in for.
+    Leaves the model with our attention. Raises ModelFileError for attention that ours cannot replace.
     """
     token = _visible_functions.set([])
     try:
@@ -127,7 +127,7 @@ _visible_functions: ContextVar[list[VisibleFunction]] = ContextVar("masks of the
 
 
 def _mask(*, mask_function: VisibleFunction, device: torch.device | None = None, **_: Any) -> torch.Tensor:
-    """In place of a mask the number of its function, in a shape that survives every slice of the last dimensions."""
+    """The index of the mask's function instead of a mask, in a shape that survives slices of the last dimensions."""
     functions = _visible_functions.get()
     functions.append(mask_function)
     return torch.full((1, 1, 1, 1), len(functions) - 1, device=device)
@@ -141,18 +141,18 @@ def _span(folder: Path, mask: torch.Tensor | None, functions: list[VisibleFuncti
     try:
         span = measure_span(functions[number]) if known else None
     except (IndexError, RuntimeError, TypeError):
-        span = None  # it knows only the positions of the pass that it was made for
+        span = None  # it is defined only for the positions of the pass that it was made for
     if span is None:
         raise _not_supported(folder, "attention_mask")
     return span
 
 
 def measure_span(visible: VisibleFunction) -> Span | None:
-    """None for a pattern that is neither causal nor a causal window nor a causal chunk."""
+    """The span that the function describes; None if it is not causal, a causal window or causal chunks."""
     width = _width(visible, FAR)
     if width == FAR + 1:
         return Span() if _is_pattern(visible, Span()) else None
-    # The token before those that FAR sees: in a window it sees as many, in chunks it is the last of its own.
+    # The token just before those that FAR sees has a window of the same width, or is the last of its chunk.
     candidates = (Span(window=width), Span(chunk=_width(visible, FAR - width)))
     return next((span for span in candidates if _is_pattern(visible, span)), None)
 
@@ -175,7 +175,7 @@ def _queries(span: Span) -> Iterator[int]:
 
 
 def _seen(visible: VisibleFunction, query: int) -> torch.Tensor:
-    """[query + 4]: of every key up to a few behind the query."""
+    """[query + 4]: whether the query sees each key, up to a few after itself."""
     keys = torch.arange(query + 4)
     zero = torch.tensor(0)
     return torch.as_tensor(visible(zero, zero, torch.tensor(query), keys)).expand(len(keys))

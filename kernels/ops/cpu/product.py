@@ -12,7 +12,7 @@ class Product(StrEnum):
     DOT = "dot"
     """vdpbf16ps: pairs of bfloat16, summed in float32"""
     FMA = "fma"
-    """float32 multiplications: the right-hand matrix is widened in registers, the left-hand one was before"""
+    """float32 multiplications: the right-hand matrix is widened in registers, the left-hand one beforehand"""
     INT8 = "int8"
     """vpdpbusd: fours of unsigned by signed bytes, summed in int32"""
 

@@ -18,10 +18,10 @@ from kernels.ops.cpu.tile import HEIGHTS, PANEL, Tile
 from kernels.ops.cpu.vectors import FLOATS, counted_loop, number
 
 _FASTER_BY = 1.2
-"""What FMA must win by: no known processor is near it, so all processes of a machine decide alike."""
+"""How much faster FMA must be. No known processor is near this ratio, so all processes of a machine decide alike."""
 _INPUTS = 256
 _TURNS, _TILES = 12, 100
-"""The best of so many turns counts, of which each takes some hundred microseconds."""
+"""The best of _TURNS runs counts; each takes some hundred microseconds."""
 
 
 def choose_bf16_product(name: str = "auto") -> None:
@@ -57,7 +57,7 @@ def product_rates() -> dict[Product, float]:
 
 
 def _prepare(product: Product) -> Callable[[], None]:
-    """Tiles of full size, one after the other, as a call."""
+    """A function that computes full-size tiles one after the other."""
     rows = HEIGHTS[-1]
     module = ir.Module()
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 3), "tile")

@@ -1,4 +1,4 @@
-"""Triton's interpreter as something one may call: in a process without TRITON_INTERPRET, and with its errors mended.
+"""Runs Triton's interpreter in a process without TRITON_INTERPRET, with fixes for its errors.
 
 Interpretation replaces triton.language's builtins while it lasts, so it runs on one thread at a time and never beside
 a compilation. Written against Triton 3.6 and 3.7; `tests/kernels/gpu/test_jit.py` says what it relies on.
@@ -32,11 +32,22 @@ _FLOATS = {
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
+def interpret(function: Callable[..., Any], grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+    """Run a kernel's function once per grid point on CPU tensors."""
+    with interpreting():
+        _interpreted(function)[grid](**arguments)
+
+
+@lru_cache(maxsize=512)
+def _interpreted(function: Callable[..., Any]) -> Any:
+    return InterpretedFunction(function)
+
+
 @contextmanager
 def interpreting() -> Iterator[None]:
-    """Let device functions, those of triton.language included (`tl.sum`, `tl.max`), be called as plain Python.
+    """Let device functions, including those of triton.language (`tl.sum`, `tl.max`), be called as plain Python.
 
-    Without TRITON_INTERPRET at import they are JITFunctions, which refuse to be called outside of a kernel.
+    Without TRITON_INTERPRET at import they are JITFunctions, which cannot be called outside a kernel.
     """
     with _lock:
         call = JITFunction.__call__
@@ -75,13 +86,13 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 @lru_cache(maxsize=512)
 def _rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Not InterpretedFunction.__call__, which patches triton.language again and never takes that back.
+    # Not InterpretedFunction.__call__, which patches triton.language again and never restores it.
     rewritten: Callable[..., Any] = InterpretedFunction(function).rewrite()
     return rewritten
 
 
 def _dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
-    """The interpreter's dot, for bfloat16 too: it keeps those as their 16 bits and would multiply the bits."""
+    """The interpreter's dot, also for bfloat16: it stores these as their 16 bits and would multiply the bits."""
     return _create_dot(builder, _widen(a), _widen(b), *rest)
 
 
@@ -92,9 +103,9 @@ def _widen(operand: Any) -> Any:
 
 
 def _convert(source: Any, source_type: Any, target_type: Any, rounding: Any) -> Any:
-    """Conversion between float types as the hardware does it, nearest even and fp8 saturating.
+    """Convert between float types as the hardware does: to nearest even, fp8 saturating.
 
-    The interpreter's own truncates to bfloat16 and loses the carry when rounding to fp8 (1.97 becomes 1.0).
+    The interpreter's own conversion truncates to bfloat16 and loses the carry when rounding to fp8 (1.97 becomes 1.0).
     """
     if source_type not in _FLOATS or target_type not in _FLOATS:
         return _convert_float(source, source_type, target_type, rounding)

@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
-
-from kernels.ops.gpu.interpreter import interpreting
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A launch that was asked for on meta tensors: all that the compiler has to know."""
+    """A launch on meta tensors: all that the compiler needs to know."""
 
     kernel: "Kernel"
     arguments: dict[str, Any]
@@ -36,7 +33,7 @@ class Kernel:
         self.compiled: Any = JITFunction(
             function, do_not_specialize=names, do_not_specialize_on_alignment=names
         )
-        self._interpreted: Any = InterpretedFunction(function)
+        self._function = function
 
     def launch(
         self, grid: tuple[int, ...], arguments: dict[str, Any], *, num_warps: int = 4, num_stages: int = 2
@@ -48,23 +45,25 @@ class Kernel:
         if device.type == "meta":
             _record(Launch(self, arguments, num_warps, num_stages))
         elif device.type == "cpu":
-            with interpreting():
-                self._interpreted[grid](**arguments)
+            # Here, because it patches private parts of Triton, which serving on a device does not need.
+            from kernels.ops.gpu.interpreter import interpret
+
+            interpret(self._function, grid, arguments)
         else:
             self.compiled[grid](**arguments, num_warps=num_warps, num_stages=num_stages)
 
 
 def kernel(*unspecialized: str) -> Callable[[Callable[..., Any]], Kernel]:
-    """Decorator of a function that is launched from the host.
+    """Decorator for a function that is launched from the host.
 
     Triton compiles a variant for integers that are 1 or multiples of 16 and for pointers that are multiples of 16
-    bytes. Name the parameters for which that changes from step to step: a new variant stops the step for a second.
+    bytes. Name the parameters whose alignment changes from step to step: compiling a new variant takes a second.
     """
     return lambda function: Kernel(function, unspecialized)
 
 
 def device_function(function: Callable[..., Any]) -> Any:
-    """Decorator of a function that kernels call."""
+    """Decorator for a function that kernels call."""
     return JITFunction(function)
 
 
@@ -78,7 +77,7 @@ def _record(launch: Launch) -> None:
 
 @contextmanager
 def record_launches() -> Iterator[list[Launch]]:
-    """Collect the launches that ops ask for on meta tensors. Not for concurrent use."""
+    """Collect the launches on meta tensors. Not for concurrent use."""
     _recorders.append([])
     try:
         yield _recorders[-1]

@@ -35,7 +35,7 @@ def next_power_of_two(value: int) -> int:
 
 
 def launch_config(op: str, bucket: str, device: torch.device) -> LaunchConfig:
-    """The device's entry for `op` and `bucket`, else the default one. KeyError: no such op or bucket."""
+    """The device's entry for `op` and `bucket`, else the default one. Raises KeyError if there is none."""
     if (op, bucket) in _overrides:
         return _overrides[op, bucket]
     return _lookup(op, bucket, device_key(device))
@@ -46,7 +46,7 @@ _overrides: dict[tuple[str, str], LaunchConfig] = {}
 
 @contextmanager
 def overridden(op: str, bucket: str, config: LaunchConfig) -> Iterator[None]:
-    """Put a candidate in force. For the tuner: not for use beside launches of the same op."""
+    """Use a candidate for the op and bucket. For the tuner; not thread-safe."""
     _overrides[op, bucket] = config
     try:
         yield

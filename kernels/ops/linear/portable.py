@@ -10,7 +10,7 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, quantized: bool = False) -> Linear:
-    """The quickest linear layer that this device has for a weight [num_outputs, num_inputs]."""
+    """The quickest linear layer on this device for a weight [num_outputs, num_inputs]."""
     if quantized:
         return _Int8Linear(weight, bias)
     if (
@@ -44,7 +44,7 @@ class _OneDnnLinear:
 
 
 class _Int8Linear:
-    """Weights int8 with a scale per output, activations quantized per token as they come."""
+    """int8 weights with a scale per output; activations are quantized per token at each call."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         wide = weight.float()

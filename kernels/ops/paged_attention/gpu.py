@@ -34,7 +34,7 @@ def paged_attention(
     num_rows, num_decode = batch.context_lens.shape[0], batch.num_decode_rows
     out = torch.empty_like(query)
     bucket = f"d{max(next_power_of_two(head_dim), 64)}"
-    # exp2 is what the hardware has; K's scale belongs to the product as well.
+    # In powers of two, because the hardware has exp2; includes the scale of K.
     scale_log2 = scale * kv.key_scale * math.log2(math.e)
     if num_decode:
         paged_decode(

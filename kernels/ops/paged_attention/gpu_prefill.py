@@ -60,7 +60,7 @@ def _prefill_kernel(
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
     first_token = tl.load(query_start)
-    # The last tile of a chunk has the most to read: it comes first, so that the device's end is even.
+    # The last tile of a chunk reads most, so it starts first: programs then end at about the same time.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     row = _find_row(query_start, tile, num_rows, first_token, TILE_TOKENS)
     row_start = tl.load(query_start + row)

@@ -1,4 +1,4 @@
-"""Copies between host and device in the order of the work around them: a CUDA stream's, or at once without one."""
+"""Copies between host and device in stream order; without a device they are made at once."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Event(Protocol):
-    """A point in the order of work."""
+    """A point in a stream."""
 
     def query(self) -> bool:
         """Whether everything before it is done."""
@@ -18,11 +18,11 @@ class Event(Protocol):
 
 
 class Copies(Protocol):
-    """Used by one thread; the host may go on before a copy is made, and must leave both ends alone until then."""
+    """Used by one thread. Copies may be asynchronous; the host must not touch source or target before they are made."""
 
     @property
     def pins(self) -> bool:
-        """Whether host memory has to be pinned for copies that do not hold the host up."""
+        """Whether asynchronous copies need pinned host memory."""
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None: ...
@@ -39,7 +39,7 @@ class _Done:
 
 
 class ImmediateCopies:
-    """Without a device nothing is asynchronous."""
+    """Copies without a device, made at once."""
 
     pins = False
 
@@ -51,7 +51,7 @@ class ImmediateCopies:
 
 
 class StreamCopies:
-    """On the device's current stream, between the kernels that are launched before and after."""
+    """Copies on the device's current stream, in order with the kernels launched there."""
 
     pins = True
 

@@ -1,8 +1,7 @@
 """CUDA graphs of the decode step: one per bucket of batch size and context.
 
-A graph fixes addresses and grid sizes. Each has device memory of its own as its input, of a size that never changes,
-and the grids come from the bucket's shapes; kernels find out on the device how much of them is real, and which tokens
-the step before has sampled.
+A graph fixes addresses and grid sizes. Each has its own device memory of fixed size as input, and its grids follow from
+the bucket's shapes; kernels find out on the device which rows are real and which tokens the previous step sampled.
 """
 
 from collections import OrderedDict
@@ -19,13 +18,13 @@ from kernels.runtime.gpu.upload import num_staged_bytes
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 FIRST_CONTEXT_TOKENS = 1024
 CONTEXT_GROWTH = 4
-"""Context buckets are 1 K, 4 K, 16 K, …: a wide one costs block tables to upload and room for partial results."""
+"""Context buckets are 1 K, 4 K, 16 K, …: wider ones upload larger block tables and hold more partial results."""
 MAX_GRAPHS = 64
-"""Captured before serving, others when first needed, the oldest out: each keeps its launches and its logits, the
-intermediate memory is shared."""
+"""Captured before serving; others are captured when first needed and replace the least recently used. Each keeps its
+launches and logits; intermediate memory is shared."""
 SAMPLING_BYTES = 1024
-"""Room for each row's sampling parameters behind a graph's own input, so that one copy brings both. They take about 100
-bytes; the rest is for biases and short histories. Longer ones have a copy of their own."""
+"""Space per row for sampling inputs after a graph's own input, so that one copy uploads both. They take about 100
+bytes; the rest is for biases and short histories. Longer ones are copied separately."""
 
 Forward = Callable[[ForwardBatch], torch.Tensor]
 
@@ -48,13 +47,13 @@ class DecodeGraphs:
     def warmup(self, max_context_tokens: int = 1) -> None:
         """Capture what steps may need: every batch size up to the largest and every context up to this length.
 
-        Where these are too many, the short contexts; in turn from the largest, so that the others fit its memory.
+        If these are too many, the shortest contexts. The largest come first, so that the others fit their memory.
         """
         for num_rows, width in reversed(self._shapes(max_context_tokens)[:MAX_GRAPHS]):
             self._graph(num_rows, width).replay(empty_decode())
 
     def _shapes(self, max_context_tokens: int) -> list[tuple[int, int]]:
-        """(rows, blocks) of the buckets, by context; without a device nothing is captured and one stands for all."""
+        """(rows, blocks) of the buckets, by context. Without a device nothing is captured and one bucket is enough."""
         if self._capture is None:
             return [(BATCH_BUCKETS[0], self._width(1))]
         largest = next(
@@ -73,7 +72,7 @@ class DecodeGraphs:
         graph = self._graph(bucket, self._width(batch.block_tables.shape[1]))
         if batch.sample_indices.shape[0] == num_rows:
             return graph.replay(batch)[:num_rows]
-        # A captured step gives every row's logits; which of them are wanted travels along.
+        # A captured step computes every row's logits; the wanted indices are uploaded with the batch.
         return graph.replay(batch, batch.sample_indices)
 
     def _width(self, num_blocks: int) -> int:
@@ -95,21 +94,21 @@ class DecodeGraphs:
 
 @dataclass(frozen=True, slots=True)
 class _Capture:
-    """What all captures share. On a stream of its own each would leave a cuBLAS workspace of 32 MiB behind."""
+    """What all captures share. With a stream per capture, each would keep a cuBLAS workspace of 32 MiB."""
 
     stream: torch.cuda.Stream
     pool: Any
-    """torch's handle of memory; its type is private there"""
+    """torch's handle of a memory pool; its type is private there"""
 
     @classmethod
     def on_device(cls) -> "_Capture":
         return cls(torch.cuda.Stream(), torch.cuda.graph_pool_handle())  # type: ignore[no-untyped-call]  # torch ships them without types
 
     def of(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """The graph of a run and what it gave, which every replay writes again."""
+        """The graph of a run and its result, which every replay overwrites."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            # Compiles what is not compiled yet, and lets cuBLAS choose and load: none of it may happen in a capture.
+            # Compiles what is not compiled yet and lets cuBLAS choose and load kernels; a capture allows neither.
             run()
         torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
@@ -138,7 +137,7 @@ class _Graph:
             self._graph, self._logits = capture.of(lambda: run(padded))
 
     def replay(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of all rows of the bucket, or of the `wanted` ones."""
+        """The logits of all rows of the bucket, or of the `wanted` ones."""
         tensors = batch_tensors(pad_decode(batch, *self._shape))
         if wanted is not None:
             tensors["wanted"] = wanted
@@ -152,10 +151,10 @@ class _Graph:
 
 
 def pad_decode(batch: ForwardBatch, num_rows: int, num_blocks: int) -> ForwardBatch:
-    """A batch of decoding rows with rows added up to `num_rows` and tables widened to `num_blocks`.
+    """A batch of decoding rows padded to `num_rows` rows and block tables of `num_blocks`.
 
-    Added rows have no context and the slot -1: they read nothing, write nothing, and their logits mean nothing. All
-    rows sample, so that the shapes depend on the bucket alone.
+    Added rows have no context and slot_mapping -1: they read and write nothing, and their logits are meaningless. All
+    rows sample, so that the shapes depend on the bucket only.
     """
     rows, width = batch.block_tables.shape
     tables = torch.zeros((num_rows, num_blocks), dtype=torch.int32)
@@ -173,7 +172,7 @@ def pad_decode(batch: ForwardBatch, num_rows: int, num_blocks: int) -> ForwardBa
 
 
 def empty_decode() -> ForwardBatch:
-    """No rows at all: padded, it warms a bucket up without touching the pool."""
+    """A batch without rows: padded, it warms up a bucket without touching the pool."""
     return ForwardBatch(
         token_ids=torch.empty(0, dtype=torch.int64),
         positions=torch.empty(0, dtype=torch.int64),

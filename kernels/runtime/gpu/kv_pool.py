@@ -1,4 +1,4 @@
-"""The paged key/value memory in the order that the GPU's kernels read it."""
+"""The paged key/value memory in the layout that the GPU's kernels read."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from kernels.runtime.gpu.upload import Staging
 class GpuKVPool:
     """Blocks of keys and values, addressed by (layer, block id), in one allocation.
 
-    blocks [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]: a head's tokens lie one after the other, so
+    blocks [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]: a head's tokens are contiguous, so
     that a tile of K or V is read in whole rows of head_dim.
     """
 
@@ -53,7 +53,7 @@ class GpuKVPool:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, all layers, (source, destination); destinations must be distinct from sources.
 
-        Does not wait for the device, but takes an upload of its own: it comes before the step's.
+        Does not wait for the device. Needs its own upload, because it runs before the step's.
         """
         if not pairs:
             return

@@ -1,4 +1,4 @@
-"""The way back from the device: results in pinned memory, read when the host wants them."""
+"""Read-back from the device: results are copied to pinned memory, and the host waits when it needs them."""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,11 +6,11 @@ import torch
 
 from kernels.runtime.gpu.copies import Copies, Event
 
-MAX_STEPS_OUT = 2
+MAX_STEPS_IN_FLIGHT = 2
 
 
 class Fetched:
-    """Integers on their way to the host."""
+    """Integers that are being copied to the host."""
 
     def __init__(self, memory: torch.Tensor, event: Event) -> None:
         self._memory: torch.Tensor | None = memory
@@ -22,7 +22,7 @@ class Fetched:
         return self._memory is None or self._event.query()
 
     def wait(self) -> npt.NDArray[np.int32]:
-        """Their values, which stay good when the memory is used again."""
+        """The values, which stay valid when the memory is reused."""
         if self._memory is not None:
             self._event.synchronize()
             self._values, self._memory = self._memory.numpy().copy(), None
@@ -30,20 +30,20 @@ class Fetched:
 
 
 class ResultBuffers:
-    """Pinned memory for the steps that may be out at once. Step thread only."""
+    """Pinned memory for the steps that may be in flight at once. Step thread only."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
-        self._memory = [torch.empty(0, dtype=torch.int32)] * MAX_STEPS_OUT
-        self._fetched: list[Fetched | None] = [None] * MAX_STEPS_OUT
+        self._memory = [torch.empty(0, dtype=torch.int32)] * MAX_STEPS_IN_FLIGHT
+        self._fetched: list[Fetched | None] = [None] * MAX_STEPS_IN_FLIGHT
         self._turn = 0
 
     def fetch(self, values: torch.Tensor) -> Fetched:
-        """Start copying `values` [n] int32 to the host, by one copy."""
-        self._turn = (self._turn + 1) % MAX_STEPS_OUT
+        """Start copying `values` [n] int32 to the host."""
+        self._turn = (self._turn + 1) % MAX_STEPS_IN_FLIGHT
         former = self._fetched[self._turn]
         if former is not None:
-            # No more than a look in the order of begin and wait: a step that was given up is the exception.
+            # Returns at once if steps are waited for in order; waits only after a step that was abandoned.
             former.wait()
         size = values.numel()
         if size > self._memory[self._turn].numel():

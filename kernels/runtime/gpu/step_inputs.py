@@ -1,4 +1,4 @@
-"""What the model and the sampler of one runner share: the way up to the device, and the tokens that stay there."""
+"""What the model and the sampler of one runner share: uploads, and the sampled tokens that stay on the device."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -10,15 +10,15 @@ from kernels.runtime.gpu.copies import Copies, copies_of
 from kernels.runtime.gpu.upload import Staging, num_staged_bytes
 
 RING_TOKENS = 4
-"""Positions of a seat that are remembered; a power of two. A step reads the newest and writes the next. Two steps
-are out at most, so one that is run again still finds what it read."""
+"""Positions remembered per slot; a power of two. A step reads the newest and writes the next. At most two steps are in
+flight, so a step that is run again still finds what it read."""
 
 
 _BATCH_TENSORS = tuple(field.name for field in fields(ForwardBatch) if field.name != "num_decode_rows")
 
 
 class StepInputs:
-    """Step thread only. The sampler adds its part before the forward pass, which then takes both up in one copy."""
+    """Step thread only. The sampler adds its tensors before the forward pass, which uploads them with its own."""
 
     def __init__(self, device: torch.device, max_num_seqs: int, *, copies: Copies | None = None) -> None:
         self.device = device
@@ -26,20 +26,20 @@ class StepInputs:
         self.copies = copies or copies_of(device)
         self.staging = Staging(device, self.copies)
         self.ring = torch.zeros((max_num_seqs, RING_TOKENS), dtype=torch.int32, device=device)
-        """[max_num_seqs, RING_TOKENS] int32: the token that a seat sampled for position p, at p modulo the width."""
+        """[max_num_seqs, RING_TOKENS] int32: the token that a slot sampled for position p, at p modulo the width."""
         self._added: Mapping[str, torch.Tensor] = {}
         self._arrived: dict[str, torch.Tensor] | None = None
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Have them sent along with the model's; replaces what was added before."""
+        """Upload these with the model's tensors; replaces what was added before."""
         self._added, self._arrived = tensors, None
 
     def upload(
         self, tensors: Mapping[str, torch.Tensor], into: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """The model's part on the device, at the beginning of `into`; what was added arrives as well.
+        """The model's tensors on the device, at the beginning of `into`; uploads what was added as well.
 
-        What does not fit into a target of fixed size, a long history or many masks, takes a second copy.
+        What does not fit a target of fixed size, such as a long history, takes a second copy.
         """
         added = {f"added.{name}": tensor for name, tensor in self._added.items()}
         both = {**tensors, **added}
@@ -51,11 +51,11 @@ class StepInputs:
         return on_device
 
     def upload_batch(self, batch: ForwardBatch) -> ForwardBatch:
-        """The same batch on the device, by one copy, which takes along what the sampler has added."""
+        """The same batch on the device, in one copy with what the sampler has added."""
         return ForwardBatch(**self.upload(batch_tensors(batch)), num_decode_rows=batch.num_decode_rows)
 
     def take(self) -> dict[str, torch.Tensor]:
-        """What was added, on the device: with the model's part, or by itself when no model ran in between."""
+        """What was added, on the device; uploads it now if no model ran in between."""
         arrived, added = self._arrived, self._added
         self._added, self._arrived = {}, None
         if arrived is None:

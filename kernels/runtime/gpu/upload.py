@@ -1,4 +1,4 @@
-"""One host-to-device copy for everything that a step needs, whatever its number of tensors and types."""
+"""One host-to-device copy for all tensors that a step needs, whatever their number and types."""
 
 from collections.abc import Mapping
 
@@ -8,10 +8,10 @@ from kernels.runtime.gpu.copies import Copies, Event
 
 _ALIGNMENT = 16
 """bytes: kernels are specialized for pointers that are multiples of this"""
-_MIN_SLOT_BYTES = 1 << 16
-NUM_SLOTS = 6
-"""Host buffers. Two steps are out at most, each with at most three uploads: the step itself, what is too large for its
-place, and masks. So no upload waits for a copy that is still to come."""
+_MIN_BUFFER_BYTES = 1 << 16
+NUM_BUFFERS = 6
+"""Host buffers. At most two steps are in flight, each with at most three uploads: the step itself, what does not fit
+its target, and masks. So no upload waits for a copy that has not been made yet."""
 
 
 class Staging:
@@ -20,13 +20,13 @@ class Staging:
     def __init__(self, device: torch.device, copies: Copies) -> None:
         self._device = device
         self._copies = copies
-        self._slots = [_Slot(self._copies.pins) for _ in range(NUM_SLOTS)]
+        self._buffers = [_HostBuffer(self._copies.pins) for _ in range(NUM_BUFFERS)]
         self._turn = 0
         self.num_uploads = 0
-        """So far: a step should need one."""
+        """The number of uploads so far; a step should need one."""
 
     def new_target(self, num_bytes: int) -> torch.Tensor:
-        """Memory of the device to upload into, [num_bytes] uint8."""
+        """[num_bytes] uint8 on the device, to upload into."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def upload(
@@ -34,26 +34,26 @@ class Staging:
     ) -> dict[str, torch.Tensor]:
         """The same names with tensors on the device.
 
-        With `into` they lie there, in their order, and must fit: the address of each depends on the shapes before it,
-        which CUDA graphs rely on, and the next upload there overwrites them in stream order. Without it they have
-        memory of their own.
+        With `into` they are placed there in order and must fit. The address of each depends on the shapes before it,
+        which CUDA graphs rely on, and the next upload overwrites them in stream order. Without `into` they get new
+        memory.
         """
         offsets, total = _layout(tensors)
         target = self.new_target(total) if into is None else into
         assert total <= target.numel(), f"{total} bytes to upload into {target.numel()}"
-        self._turn = (self._turn + 1) % NUM_SLOTS
-        slot = self._slots[self._turn]
-        source = slot.acquire(total)
+        self._turn = (self._turn + 1) % NUM_BUFFERS
+        buffer = self._buffers[self._turn]
+        source = buffer.acquire(total)
         for name, tensor in tensors.items():
             _view(source, offsets[name], tensor).copy_(tensor)
         self._copies.copy(target[:total], source)
-        slot.event = self._copies.record()
+        buffer.event = self._copies.record()
         self.num_uploads += 1
         return {name: _view(target, offsets[name], tensor) for name, tensor in tensors.items()}
 
 
-class _Slot:
-    """Host memory that is not written again before its last copy was made."""
+class _HostBuffer:
+    """Host memory that is not rewritten before its last copy has been made."""
 
     def __init__(self, pins: bool) -> None:
         self._pins = pins
@@ -64,13 +64,13 @@ class _Slot:
         if self.event is not None:
             self.event.synchronize()
         if num_bytes > self._memory.numel():
-            size = max(2 * num_bytes, _MIN_SLOT_BYTES)
+            size = max(2 * num_bytes, _MIN_BUFFER_BYTES)
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._pins)
         return self._memory[:num_bytes]
 
 
 def num_staged_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """What they occupy in a target."""
+    """The bytes that these tensors occupy in a target."""
     return _layout(tensors)[1]
 
 

@@ -17,7 +17,7 @@ F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
 _CANDIDATE_TIERS = (64, 1024)
-"""So many largest weights are looked at first; a nucleus that is wider costs a full sort of its row."""
+"""This many largest weights are examined first; a wider nucleus needs a full sort of its row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def _rows(weights: torch.Tensor, rows: I64) -> torch.Tensor:
 def _apply_ordered(
     weights: torch.Tensor, rows: I64, ordered: F64, top_k: I64, top_p: F64, floor: F64
 ) -> npt.NDArray[np.bool_]:
-    """Raises floor[rows] given their largest weights, `ordered` [len(rows), k] descending.
+    """Raise floor[rows], given their largest weights, `ordered` [len(rows), k] descending.
 
     Returns which rows were settled; the others' nuclei reach beyond `ordered` and stay as they were.
     """
@@ -116,7 +116,7 @@ def _mass(weights: torch.Tensor, rows: I64, floor: F64) -> F64:
 
 
 def span_sums(weights: torch.Tensor) -> F64:
-    """[num_rows, ceil(vocab_size / span)]: each sum sees its span alone, whatever the rows beside it."""
+    """[num_rows, ceil(vocab_size / span)]: each sum depends on its span only, not on other rows."""
     num_rows, vocab_size = weights.shape
     num_full = vocab_size // SPAN
     sums = np.empty((num_rows, -(-vocab_size // SPAN)), dtype=np.float64)
@@ -150,7 +150,7 @@ def invert(weights: torch.Tensor, uniform: F64) -> I64:
 
 
 def _invert_kept(weights: npt.NDArray[np.float32], floor: float, uniform: float) -> int:
-    """The same for one row of which few weights are kept; touching only those is faster than blanking the rest."""
+    """`invert` for one row with few kept weights: reading only those is faster than zeroing the rest."""
     ids = np.flatnonzero(weights >= np.float32(floor))
     cumulative = weights[ids].cumsum(dtype=np.float64)
     return int(ids[min(cumulative.searchsorted(uniform * cumulative[-1], side="right"), len(ids) - 1)])

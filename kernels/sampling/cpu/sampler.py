@@ -1,7 +1,7 @@
 """Chooses one token for each sampled row. Step thread only.
 
 Determinism: a row's token is a function of its logits, its sampling parameters, its own history and (seed,
-position). Neither the number nor the order of the rows beside it enters; the tests compare bit for bit.
+position). Neither the number nor the order of other rows matters; the tests compare bit for bit.
 Whether the *logits* depend on the batch is the model's business.
 """
 
@@ -11,35 +11,35 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.grammar import Grammars, GrammarSeats
+from kernels.grammar import Grammars, GrammarSlots
 from kernels.runtime.running_step import FinishedSample
 from kernels.sampling.cpu.draw import DrawParams, draw, span_sums
 from kernels.sampling.cpu.philox import uniform
-from kernels.sampling.cpu.slot import Seat, adjust
+from kernels.sampling.cpu.slot import Slot, adjust
 from kernels.sampling.rules import GREEDY_BELOW, NO_LOGIT, NO_TOKEN, NUM_TOP, Rule, rule_of
 from scheduler.plan import RowResult, SamplingParams, ScheduledRow, TokenLogprobs
 
 _MAX_ROWS_AT_ONCE = 16
-"""Rows that need more than an argmax are copied and worked on in groups: bounds memory, stays in cache."""
+"""Rows that need more than an argmax are copied and processed in groups, which bounds memory and stays in cache."""
 
 
 class Sampler:
-    """Keeps the state that penalties and grammars need by seat; everything else comes with the row."""
+    """Keeps the state that penalties and grammars need by slot; everything else comes with the row."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._seats: dict[int, Seat] = {}
-        self._grammar_seats = GrammarSeats()
+        self._slots: dict[int, Slot] = {}
+        self._grammar_slots = GrammarSlots()
         self._scratch = torch.empty((0, vocab_size))
 
     def constrain_with(self, grammars: Grammars) -> None:
-        """Before the first row with a grammar; without it such a row ends in an error."""
-        self._grammar_seats = GrammarSeats(grammars)
+        """Call before the first row with a grammar; without it such a row ends in an error."""
+        self._grammar_slots = GrammarSlots(grammars)
 
-    def release(self, seats: Sequence[int]) -> None:
-        for seat in seats:
-            self._seats.pop(seat, None)
-        self._grammar_seats.release(seats)
+    def release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._slots.pop(slot, None)
+        self._grammar_slots.release(slots)
 
     def warmup(self, logits: torch.Tensor) -> None:
         """Touch what filters and log-probabilities need."""
@@ -47,10 +47,10 @@ class Sampler:
         self.sample(logits, [ScheduledRow("warmup", 0, (0,), 0, (0,), sampling, 0)])
 
     def prepare(self, rows: Sequence[ScheduledRow]) -> None:
-        """Nothing has to travel."""
+        """Nothing to upload."""
 
     def start(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> FinishedSample:
-        """`sample`, in the form that is the same for samplers on a device."""
+        """`sample`, in the form shared with samplers on a device."""
         return FinishedSample(self.sample(logits, rows))
 
     def sample(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> list[RowResult]:
@@ -82,12 +82,12 @@ class Sampler:
         group: Sequence[int],
     ) -> list[RowResult]:
         chosen = [rows[idx] for idx in group]
-        seats = [self._seat(row) for row in chosen]
+        slots = [self._slot(row) for row in chosen]
         rules = [
-            rule_of(row, self._grammar_seats, seat.error) for row, seat in zip(chosen, seats, strict=True)
+            rule_of(row, self._grammar_slots, slot.error) for row, slot in zip(chosen, slots, strict=True)
         ]
         scratch = self._copy_rows(logits, group)
-        token_ids, errors = _choose(scratch, chosen, seats, rules)
+        token_ids, errors = _choose(scratch, chosen, slots, rules)
         logprobs = self._logprobs(logits, raw_best, group, chosen, token_ids)
         return [
             RowResult(row.request_id, error=errors[i])
@@ -96,25 +96,25 @@ class Sampler:
             for i, row in enumerate(chosen)
         ]
 
-    def _seat(self, row: ScheduledRow) -> Seat:
+    def _slot(self, row: ScheduledRow) -> Slot:
         params = row.params
-        seat = self._seats.get(row.seat)
+        slot = self._slots.get(row.seat)
         if (
-            seat is None
+            slot is None
             or row.history is not None
-            or not (seat.sampling is params or seat.sampling == params)
+            or not (slot.sampling is params or slot.sampling == params)
         ):
-            seat = self._seats[row.seat] = Seat(params, self._vocab_size)
+            slot = self._slots[row.seat] = Slot(params, self._vocab_size)
         if row.history is not None and params.has_penalties:
-            seat.load_history(row.history, self._vocab_size)
-        assert seat.counts is not None or seat.error or not params.has_penalties, (
+            slot.load_history(row.history, self._vocab_size)
+        assert slot.counts is not None or slot.error or not params.has_penalties, (
             f"request {row.request_id}: penalties without history in the first sampling row"
         )
-        seat.catch_up(row)
-        return seat
+        slot.catch_up(row)
+        return slot
 
     def _copy_rows(self, logits: torch.Tensor, group: Sequence[int]) -> torch.Tensor:
-        """Into memory that is kept: fresh pages for every step would cost more than the copy."""
+        """Copy rows into memory that is kept: page faults in new memory would cost more than the copy."""
         if self._scratch.shape[0] < len(group):
             self._scratch = torch.empty((len(group), self._vocab_size))
         scratch = self._scratch[: len(group)]
@@ -129,7 +129,7 @@ class Sampler:
         chosen: Sequence[ScheduledRow],
         token_ids: npt.NDArray[np.int64],
     ) -> dict[int, TokenLogprobs]:
-        """By index into the group, for the rows that asked."""
+        """Log-probabilities of the rows that asked, by index into the group."""
         wanted = [
             (i, count) for i, row in enumerate(chosen) if (count := row.params.num_logprobs) is not None
         ]
@@ -144,7 +144,7 @@ class Sampler:
 
 
 def _is_plain_greedy(row: ScheduledRow) -> bool:
-    """The argmax of the raw logits is all there is to it."""
+    """Whether the row's token is the argmax of the raw logits."""
     params = row.params
     return (
         params.temperature < GREEDY_BELOW
@@ -156,12 +156,12 @@ def _is_plain_greedy(row: ScheduledRow) -> bool:
 
 
 def _choose(
-    logits: torch.Tensor, rows: Sequence[ScheduledRow], seats: Sequence[Seat], rules: Sequence[Rule]
+    logits: torch.Tensor, rows: Sequence[ScheduledRow], slots: Sequence[Slot], rules: Sequence[Rule]
 ) -> tuple[npt.NDArray[np.int64], list[str | None]]:
     """A token and an error, if any, for each row; `logits` is overwritten."""
     values = logits.numpy()
     usable = [i for i, rule in enumerate(rules) if rule.error is None]  # the others' ids may not be in range
-    adjust(values, [(i, seats[i]) for i in usable], [rules[i].bans for i in usable])
+    adjust(values, [(i, slots[i]) for i in usable], [rules[i].bans for i in usable])
     for i, rule in enumerate(rules):
         if rule.allowed is not None:
             np.minimum(values[i], rule.allowed.ceiling(), out=values[i])

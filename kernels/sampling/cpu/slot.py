@@ -1,4 +1,4 @@
-"""What the sampler keeps per seat: compiled bias and bans, and counts of tokens for the penalties."""
+"""What the sampler keeps per slot: compiled bias and bans, and counts of tokens for the penalties."""
 
 from collections.abc import Sequence
 
@@ -45,8 +45,8 @@ class TokenCounts:
         self.num_generated += 1
 
 
-class Seat:
-    """Built in a request's first row that needs one; lives until the seat is released."""
+class Slot:
+    """Made for a request's first row that needs one; lives until the slot is released."""
 
     def __init__(self, sampling: SamplingParams, vocab_size: int) -> None:
         self.sampling = sampling
@@ -65,31 +65,30 @@ class Seat:
         self.counts = None if self.error else TokenCounts(prompt, generated)
 
     def catch_up(self, row: ScheduledRow) -> None:
-        """Count the token that the step before sampled, which this row brings along; once, though a step may run
-        again."""
+        """Count the token that the previous step sampled and this row has; only once, even if a step is repeated."""
         if self.counts is not None and self.counts.num_generated < row.num_generated_tokens:
             self.counts.add(row.token_ids[-1])
 
 
-def adjust(logits: F32, seats: Sequence[tuple[int, Seat]], banning: Sequence[bool]) -> None:
-    """Applies logit bias, then repetition, frequency and presence penalties (vLLM's order), then bans.
+def adjust(logits: F32, slots: Sequence[tuple[int, Slot]], banning: Sequence[bool]) -> None:
+    """Apply logit bias, then repetition, frequency and presence penalties (vLLM's order), then bans.
 
-    `logits` [num_rows, vocab_size]; each seat comes with its row and with whether its bans hold in this step.
+    `logits` [num_rows, vocab_size]; slots are given with their row, and `banning` says whether their bans apply now.
     """
-    biased = [(row, seat) for row, seat in seats if seat.bias_ids.size]
+    biased = [(row, slot) for row, slot in slots if slot.bias_ids.size]
     if biased:
-        at = _positions([row for row, _ in biased], [seat.bias_ids for _, seat in biased])
-        logits[at] += np.concatenate([seat.bias for _, seat in biased])
-    counted = [(row, seat.sampling, seat.counts) for row, seat in seats if seat.counts is not None]
+        at = _positions([row for row, _ in biased], [slot.bias_ids for _, slot in biased])
+        logits[at] += np.concatenate([slot.bias for _, slot in biased])
+    counted = [(row, slot.sampling, slot.counts) for row, slot in slots if slot.counts is not None]
     if counted:
         _penalize(logits, counted)
-    banned = [(row, seat.banned_ids) for (row, seat), holds in zip(seats, banning, strict=True) if holds]
+    banned = [(row, slot.banned_ids) for (row, slot), holds in zip(slots, banning, strict=True) if holds]
     if banned:
         logits[_positions([row for row, _ in banned], [ids for _, ids in banned])] = -np.inf
 
 
 def _penalize(logits: F32, counted: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> None:
-    """Repetition counts prompt and output, the others the output alone, as OpenAI and vLLM have them."""
+    """The repetition penalty counts prompt and output, the others only the output, as in OpenAI and vLLM."""
     rows, sampling, counts = zip(*counted, strict=True)
     lengths = [len(count.ids) for count in counts]
     repetition, frequency, presence = (
@@ -109,5 +108,5 @@ def _penalize(logits: F32, counted: Sequence[tuple[int, SamplingParams, TokenCou
 
 
 def _positions(rows: Sequence[int], ids: Sequence[I64]) -> tuple[I64, I64]:
-    """Index of every (row, id) pair."""
+    """Row and column index of every (row, id) pair."""
     return np.repeat(np.array(rows, dtype=np.int64), [len(row_ids) for row_ids in ids]), np.concatenate(ids)

@@ -1,4 +1,4 @@
-"""From the integers that the device sends back to one result per row."""
+"""Decodes the integers that are read back from the device into one result per row."""
 
 from collections.abc import Sequence
 
@@ -25,26 +25,26 @@ def _num_top(rows: Sequence[ScheduledRow], vocab_size: int) -> int:
 def pack(
     logits: torch.Tensor, sampled: Sampled, rows: Sequence[ScheduledRow], wanted: torch.Tensor | None
 ) -> torch.Tensor:
-    """All that the host will want, int32 on the device; `wanted` [n] int64 are the rows with log-probabilities."""
+    """All that the host reads back, as int32 on the device; `wanted` [n] int64 are the rows with log-probabilities."""
     packed = sampled.packed.flatten()
     if wanted is None:
         return packed
     raw = logits[wanted]
     values, ids = raw.topk(_num_top(rows, raw.shape[1]), dim=1)
-    # The kernel's normalizer is what makes the chosen token's value consistent with the listed ones.
+    # The kernel's normalizer keeps the chosen token's value consistent with the listed ones.
     chosen = raw.gather(1, sampled.token_ids[wanted].long().unsqueeze(1))
     normalizer = chosen - sampled.logprobs[wanted].unsqueeze(1)
     top = (values - normalizer).view(torch.int32)
     return torch.cat((packed, top.flatten(), ids.to(torch.int32).flatten()))
 
 
-class SampledRows:
-    """Rows whose tokens are on their way to the host: a PendingSample."""
+class SamplingResults:
+    """Results that are being copied to the host; an InFlightSample."""
 
     def __init__(
         self, fetched: Fetched, rows: Sequence[ScheduledRow], errors: Sequence[str | None], vocab_size: int
     ) -> None:
-        """errors: of rows that fail whatever was sampled for them."""
+        """errors: by row, None unless the row fails whatever was sampled for it."""
         self._fetched = fetched
         self._rows = rows
         self._errors = errors

@@ -32,7 +32,7 @@ class AttentionCase:
 
 
 def check_attention(device: torch.device, case: AttentionCase) -> None:
-    """Blocks lie in random order; every slot that no row may see holds NaN, and so does what is not written."""
+    """Blocks lie in random order; K/V that no row may see is NaN, and so is memory that is not written."""
     random = generator(case.head_dim + case.block_size)
     batch, used = make_batch(case.rows, case.block_size, case.num_decode_rows, random)
     kv = _poisoned_pool(case, used, random)
@@ -61,7 +61,7 @@ def check_attention(device: torch.device, case: AttentionCase) -> None:
 def make_batch(
     rows: Sequence[tuple[int, int]], block_size: int, num_decode_rows: int, random: torch.Generator
 ) -> tuple[ForwardBatch, list[tuple[int, int]]]:
-    """A batch on the host, and (block, number of its slots in use) of every block that a row has."""
+    """A batch on the host, and (block, number of tokens in it) of every block that a row has."""
     widths = [-(-context // block_size) for _, context in rows]
     order = torch.randperm(sum(widths) + 2, generator=random).tolist()
     tables = torch.zeros((len(rows), max(widths) + 1), dtype=torch.int32)
@@ -105,7 +105,7 @@ def _poisoned_pool(case: AttentionCase, used: Sequence[tuple[int, int]], random:
 
 
 _MIXED = ((1, 1), (1, 16), (1, 17), (1, 300), (5, 5), (40, 57), (3, 35))
-"""A lone token, block edges, a second split, an empty prefix, a chunk behind a prefix, a short tail."""
+"""A lone token, block edges, a second split, an empty prefix, a chunk after a prefix, a short tail."""
 
 ATTENTION_CASES = (
     AttentionCase(64, 9, 3, 16, torch.float32, _MIXED),

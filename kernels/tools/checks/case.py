@@ -1,4 +1,4 @@
-"""What a check is, and the means that all of them share."""
+"""What a check is, and the helpers that all checks share."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,7 +15,7 @@ class Check:
 
     name: str
     ops: tuple[str, ...]
-    """Names in the tuning table that it exercises."""
+    """The ops of the tuning table that the check exercises."""
     run: Callable[[torch.device], None]
 
 
@@ -59,7 +59,7 @@ _EMPTY = (
 
 
 def poisoned_outputs() -> AbstractContextManager[object]:
-    """Whatever is allocated without being filled holds NaN, or the largest integer: what a kernel leaves out shows."""
+    """Fill newly allocated memory with NaN or the largest integer, so that what a kernel does not write shows."""
     return _Poison()  # type: ignore[no-untyped-call]  # torch ships the constructor without types
 
 

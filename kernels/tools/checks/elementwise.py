@@ -16,16 +16,16 @@ from kernels.tools.checks.case import Check, assert_near, generator, poisoned_ou
 EPS = 1e-6
 
 
-def _norm(device: torch.device, *, size: int, dtype: torch.dtype, has_residual: bool, offset: float) -> None:
+def _norm(device: torch.device, *, size: int, dtype: torch.dtype, has_residual: bool) -> None:
     random = generator(size)
     # Rows of a wider tensor: the stride is not the size.
     x = torch.randn(3, size + 5, generator=random).to(device, dtype)[:, :size]
     weight = torch.randn(size, generator=random).to(device, dtype)
     residual = torch.randn(3, size, generator=random).to(device, dtype) if has_residual else None
     summed = x if residual is None else (x.float() + residual.float()).to(dtype)
-    expected = rms_norm_reference(summed, weight.float() + offset, EPS)
+    expected = rms_norm_reference(summed, weight.float(), EPS)
     with poisoned_outputs():
-        actual = rms_norm(x, weight, EPS, residual=residual, weight_offset=offset)
+        actual = rms_norm(x, weight, EPS, residual=residual)
     assert_near(actual, expected, "rms_norm")
     if residual is not None:
         assert_near(residual, summed, "residual")
@@ -46,7 +46,7 @@ def _sandwich(device: torch.device, *, size: int, dtype: torch.dtype) -> None:
 
 
 def _embed(device: torch.device, *, size: int, dtype: torch.dtype, scale: float | None) -> None:
-    """Known tokens, the vocabulary's ends among them, beside pending ones at each place of the ring."""
+    """Known tokens, including the vocabulary's first and last, and pending ones at each index of the ring."""
     random = generator(size)
     embedding = torch.randn(70, size, generator=random).to(device, dtype)
     ring = torch.randint(0, 70, (6, 4), dtype=torch.int32, generator=random).to(device)
@@ -90,16 +90,16 @@ CASES = (
     ),
     *(
         Check(
-            f"rms_norm-{size}-{dtype}-{'residual' if has_residual else 'plain'}-offset{offset:g}",
+            f"rms_norm-{size}-{dtype}-{'residual' if has_residual else 'plain'}",
             ("rms_norm",),
-            partial(_norm, size=size, dtype=dtype, has_residual=has_residual, offset=offset),
+            partial(_norm, size=size, dtype=dtype, has_residual=has_residual),
         )
-        for size, dtype, has_residual, offset in (
-            (64, torch.float32, False, 0.0),
-            (577, torch.bfloat16, True, 0.0),
-            (1024, torch.float16, True, 1.0),
-            (4096, torch.float32, True, 0.0),
-            (5120, torch.bfloat16, False, 0.0),
+        for size, dtype, has_residual in (
+            (64, torch.float32, False),
+            (577, torch.bfloat16, True),
+            (1024, torch.float16, True),
+            (4096, torch.float32, True),
+            (5120, torch.bfloat16, False),
         )
     ),
     *(

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from kernels.ops.block_copy.gpu import copy_blocks, swap_in, swap_out
+from kernels.ops.block_copy.gpu import copy_blocks
 from kernels.ops.rms_norm.reference import rms_norm_reference
 from kernels.ops.rotary.reference import rotary_reference
 from kernels.ops.store_kv.gpu import HeadNorm, KVBlocks, Rotary, store_kv
@@ -27,7 +27,7 @@ class StoreCase:
 
 
 def check_store_kv(device: torch.device, case: StoreCase) -> None:
-    """Slots at block edges, out of order and absent; whatever was not addressed must keep its bytes."""
+    """slot_mapping at block edges, out of order and absent; all other memory must keep its bytes."""
     random = generator(case.head_dim)
     slots = [2 * case.block_size + 1, NUM_BLOCKS * case.block_size - 1, 0, -1, case.block_size - 1]
     width = (case.num_heads + 2 * case.num_kv_heads) * case.head_dim
@@ -69,30 +69,19 @@ def _assert_stored(stored: torch.Tensor, expected: torch.Tensor, what: str) -> N
     if stored.dtype.itemsize > 1:
         assert_near(stored, expected, what)
         return
-    # fp8 keeps two or three bits behind the leading one: neighbours may differ by one step.
+    # fp8 has two or three bits of mantissa: results may differ by one step.
     step = 0.3 if stored.dtype == torch.float8_e5m2 else 0.15
     torch.testing.assert_close(stored.float().cpu(), expected.cpu(), rtol=step, atol=0.02)
 
 
 def check_copies(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Copy on write inside of a pool, and a round trip through host memory, bit for bit."""
+    """Copy on write within a pool, bit for bit."""
     pool = torch.randn(2, 2, 6, 3, 16, head_dim, generator=generator(1)).to(device, dtype)
     expected = pool.clone()
     expected[:, :, [4, 0]] = pool[:, :, [1, 5]]
-    ids = [torch.tensor(values, dtype=torch.int32, device=device) for values in ([1, 5], [4, 0], [3, 0, 4])]
+    ids = [torch.tensor(values, dtype=torch.int32, device=device) for values in ([1, 5], [4, 0])]
     copy_blocks(pool, ids[0], ids[1])
     assert torch.equal(pool, expected), "copy_blocks"
-
-    host = torch.empty((2, 2, 3, 3, 16, head_dim), dtype=dtype, pin_memory=device.type == "cuda")
-    other = torch.zeros_like(pool)
-    swap_out(pool, ids[2], host)
-    swap_in(host, other, ids[2])
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    wanted = torch.zeros_like(pool)
-    wanted[:, :, [3, 0, 4]] = pool[:, :, [3, 0, 4]]
-    assert torch.equal(host, pool[:, :, [3, 0, 4]].cpu()), "swap_out"
-    assert torch.equal(other, wanted), "swap_in"
 
 
 STORE_CASES = (

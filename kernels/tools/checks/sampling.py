@@ -13,7 +13,7 @@ from kernels.tools.checks.case import Check, generator, poisoned_outputs
 from scheduler.plan import PENDING_TOKEN, RowResult, SamplingParams, ScheduledRow
 
 _SEED = 1 << 63
-"""Seeds are unsigned: this one has the bit that a signed integer takes for the sign."""
+"""Seeds are unsigned; this one sets the sign bit of a signed integer."""
 
 
 def make_params(vocab_size: int) -> list[SamplingParams]:
@@ -39,10 +39,10 @@ def make_params(vocab_size: int) -> list[SamplingParams]:
 
 
 def check_sampling(device: torch.device, vocab_size: int, step: float, num_steps: int) -> None:
-    """Logits rounded to multiples of `step` (0: not at all) bring ties; one row is NaN and must fail alone.
+    """Compare both samplers. Logits rounded to multiples of `step` (0: not rounded) cause ties; one row is NaN.
 
-    Tokens that one step samples are pending in the device's next step and known in the host's, and every other step
-    runs twice on the device.
+    The tokens of one step are pending in the next step on the device but known on the host. Every other step runs
+    twice on the device.
     """
     random = generator(vocab_size)
     ours, theirs = GpuSampler(vocab_size, StepInputs(device, 16)), Sampler(vocab_size)
@@ -53,7 +53,7 @@ def check_sampling(device: torch.device, vocab_size: int, step: float, num_steps
         if step:
             logits = (logits / step).round() * step
         logits[-1, vocab_size // 3] = math.nan
-        rows = [_row(seat, row, generated[seat]) for seat, row in enumerate(params)]
+        rows = [_row(slot, row, generated[slot]) for slot, row in enumerate(params)]
         expected = theirs.sample(logits, rows)
         pending = rows if step_idx == 0 else [replace(row, token_ids=(PENDING_TOKEN,)) for row in rows]
         for _ in range(1 + step_idx % 2):
@@ -65,13 +65,13 @@ def check_sampling(device: torch.device, vocab_size: int, step: float, num_steps
             tokens.append(result.token_id or 0)
 
 
-def _row(seat: int, params: SamplingParams, generated: list[int]) -> ScheduledRow:
-    """The first one brings its history along."""
+def _row(slot: int, params: SamplingParams, generated: list[int]) -> ScheduledRow:
+    """The first row of a request has a history."""
     prompt = (1, 2, 3)
     is_first = len(generated) == 3
     return ScheduledRow(
-        f"r{seat}",
-        seat,
+        f"r{slot}",
+        slot,
         (generated[-1],),
         len(prompt) + len(generated) - 1,
         (0,),
@@ -82,7 +82,7 @@ def _row(seat: int, params: SamplingParams, generated: list[int]) -> ScheduledRo
 
 
 def _assert_same(actual: RowResult, expected: RowResult, logits: torch.Tensor) -> None:
-    """`logits` [vocab_size] are the row's. Of tokens equal to the last listed one, either device lists any."""
+    """`logits` [vocab_size] are the row's. Among tokens equal to the last listed one, each sampler may list any."""
     assert (actual.token_id, actual.error) == (expected.token_id, expected.error), (actual, expected)
     if expected.logprobs is None:
         assert actual.logprobs is None

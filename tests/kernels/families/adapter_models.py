@@ -1,4 +1,4 @@
-"""Tiny random models that run through the adapter, one for each thing that attention may do besides the usual."""
+"""Tiny random models that run through the adapter, one for each unusual feature of attention."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -202,5 +202,5 @@ def load(folder: Path, **changes: Any) -> Runner:
 
 
 def assert_telling(tokens: Sequence[list[int]]) -> None:
-    """A model that always says the same would hide every mistake."""
+    """A model that always generates the same would hide every mistake."""
     assert len({token for row in tokens for token in row}) >= 6, "the reference tokens hardly vary"

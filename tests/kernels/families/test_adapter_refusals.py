@@ -142,7 +142,7 @@ def test_attention_that_differs_from_the_models_own_is_found_at_loading(
 def test_rotation_that_depends_on_a_neighbour_is_found_at_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the limit of test_adapter's is not drawn, the check sees what it is for."""
+    """Without the limit on positions that test_adapter relies on, the check fails as it should."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
     factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
     _, folder = saved(
@@ -155,7 +155,7 @@ def test_rotation_that_depends_on_a_neighbour_is_found_at_loading(
 
 
 def test_unknown_argument_of_attention_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It might do nothing on a prompt as short as the check's and much on a longer one."""
+    """It might have no effect on a prompt as short as the check's but a large one on a longer prompt."""
     _, folder = saved(FAMILIES["olmo2"], tmp_path)
     from transformers.models.olmo2 import modeling_olmo2
 

@@ -1,7 +1,7 @@
-"""Every kernel compiled for architectures that are not here, held to limits on what it occupies.
+"""Every kernel, compiled for architectures that are not here, stays within limits on its resources.
 
 By default a few cases per architecture; TAILRACE_TEST_AOT=full compiles all (a minute of one core when Triton's
-cache is cold). `python -m kernels.tools.aot --limits [TABLE]` prints the table again after a change that is meant;
+cache is cold). `python -m kernels.tools.aot --limits [TABLE]` prints the table again after an intended change;
 this one holds for Triton 3.6 and 3.7.
 """
 

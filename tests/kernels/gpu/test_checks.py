@@ -69,7 +69,7 @@ def test_control_a_decode_split_that_is_not_reduced_is_caught(monkeypatch: pytes
 
 
 def test_more_splits_than_one_round_of_the_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thirty-two splits are 8 K of context, too long to interpret: rounds of two stand for them."""
+    """Thirty-two splits are 8 K of context, too long to interpret, so rounds of two are tested instead."""
     monkeypatch.setattr(gpu_decode, "SPLITS_BLOCK", 2)
     check_attention(torch.device("cpu"), replace(ATTENTION_CASES[0], rows=((1, 900), (1, 300))))
 

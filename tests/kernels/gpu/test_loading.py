@@ -1,4 +1,4 @@
-"""What is said of models and options that have no path on the GPU."""
+"""Messages for models and options that the GPU does not support."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import loading
-from kernels.config import Gemma3Shape, ModelConfig
+from kernels.config import ModelConfig
 from kernels.errors import OptionsError
 from kernels.loading import load_on_gpu, missing_on_gpu
 from kernels.runner import RunnerOptions
@@ -40,7 +40,7 @@ def test_what_is_missing_is_named(config: ModelConfig, options: RunnerOptions, r
 def test_native_families_miss_nothing() -> None:
     for config in (
         CONFIG,
-        replace(CONFIG, gemma3=Gemma3Shape((512, None), 1e4, 0.1)),
+        replace(CONFIG, layer_windows=(512,), local_rope_theta=1e4, has_post_norms=True),
         replace(CONFIG, qk_norm=True),
     ):
         assert missing_on_gpu(config, OPTIONS) is None

@@ -1,4 +1,4 @@
-"""Plans to tokens behind the product's runner, interpreted; and what only a GPU can show."""
+"""From plans to tokens through the product's runner, interpreted; and what only a GPU can show."""
 
 import math
 from pathlib import Path
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def check_greedy_tokens(folder: Path, device: torch.device, num_tokens: int) -> None:
-    """Chunked prompts, mixed and pure decode steps, through ModelRunner; tokens as transformers gives them."""
+    """Chunked prompts, mixed and pure decode steps, through ModelRunner; tokens equal those of transformers."""
     model = make_model("llama")
     checkpoint = open_checkpoint(
         ModelSource(save(model, folder), ModelFormat.HUGGING_FACE, "tiny"), torch.float32
@@ -96,7 +96,7 @@ def test_hazard_offsets_beyond_32_bits(cuda_device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_attention_over_a_long_context(cuda_device: torch.device) -> None:
-    """Thirty-three splits, reduced thirty-two at a time, and a long chunk behind a long prefix."""
+    """Thirty-three splits, reduced thirty-two at a time, and a long chunk after a long prefix."""
     rows = ((1, 8192 + 5), (1, 4096), (700, 5000))
     check_attention(cuda_device, AttentionCase(128, 32, 8, 16, torch.bfloat16, rows))
 

@@ -1,18 +1,17 @@
-"""The compiled CPU functions, one at a time on tensors; products and attention are in ops.bench.cpu_calls."""
+"""Calls of single compiled CPU functions on tensors, on the caller's thread; others are in ops.bench.cpu_calls."""
 
 import numpy as np
 import torch
 
 from kernels.ops.linear.cpu import GELU_MUL, SILU_MUL
 from kernels.ops.linear.packing import PackedLinear
-from kernels.ops.rms_norm.cpu import rms_norm_phase
-from kernels.ops.rms_norm.cpu_add import add_norm_phase
+from kernels.ops.rms_norm.cpu import add_norm_phase, rms_norm_phase
 from kernels.ops.rotary.cpu import rotate_and_store_phase
 from ops.bench.cpu_calls import lone_phase, prepare_linear
 
 
 def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-    """x [num_tokens, num_inputs] times the packed weight: [num_tokens, num_outputs] float32, on the caller's thread."""
+    """x [num_tokens, num_inputs] times the packed weight: [num_tokens, num_outputs] float32."""
     return prepare_linear(x, packed)()
 
 
@@ -29,7 +28,7 @@ def gate_up_gelu_mul(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, index: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Norm of float32 x[index] [num_tokens, hidden] (all of x without an index) in bfloat16, on the caller's thread."""
+    """Norm of float32 x[index] [num_tokens, hidden] (all of x without an index) in bfloat16."""
     rows = x.shape[0] if index is None else index.shape[0]
     out = torch.empty(rows, x.shape[1], dtype=torch.bfloat16)
     scratch, phase = torch.empty(x.shape[1], dtype=torch.float32), lone_phase()
@@ -59,7 +58,7 @@ def add_norm(
 ) -> torch.Tensor:
     """Norm in bfloat16 of float32 x + norm(branch) [num_tokens, hidden], at the rows of `index` where there is one.
 
-    weights: of the branch's norm and of the sum's. Without an index x takes the sum; caller's thread.
+    weights: the branch's norm and the sum's. Without an index x becomes the sum.
     """
     rows, size = x.shape[0] if index is None else index.shape[0], x.shape[1]
     out = torch.empty(rows, size, dtype=torch.bfloat16)
@@ -96,7 +95,7 @@ def rotate_and_store(
 ) -> torch.Tensor:
     """Rotated queries of float32 qkv [num_tokens, all heads, head_dim]; keys and values go into one layer's blocks.
 
-    tables: cos and sin of every position; gains: norm weights of query and key heads. Overwrites qkv; caller's thread.
+    tables: cos and sin of every position; gains: norm weights of query and key heads. Overwrites qkv.
     """
     num_kv_heads, lanes, block_size = key_blocks.shape[1:4]
     query = torch.empty(qkv.shape[0], num_heads, lanes * 2, dtype=torch.bfloat16)

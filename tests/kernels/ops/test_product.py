@@ -1,4 +1,4 @@
-"""Which instruction multiplies bfloat16, and that every choice computes the same thing."""
+"""Which instruction multiplies bfloat16, and that every choice gives correct results."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from kernels.loading import load_runner
 from kernels.ops.cpu import product as module
 from kernels.ops.cpu.features import cpu_kernels_supported, processor_features
 from kernels.ops.cpu.intrinsics import I16, f32, u16
-from kernels.ops.cpu.jit import device, intrinsic, types, unit
+from kernels.ops.cpu.jit import compiled_function, intrinsic, jit_inline, types
 from kernels.ops.cpu.product import Product, bf16_product, left_bytes, set_bf16_product
 from kernels.ops.cpu.product_choice import choose_bf16_product, product_rates
 from kernels.ops.cpu.vectors import rounded_bits
@@ -57,7 +57,7 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _run_kernel_tests(product: str, *tests: str, **environ: str) -> str:
-    """Kernels' own tests in a process that multiplies otherwise; its output."""
+    """Run the kernels' own tests in a process with another product; returns its output."""
     done = subprocess.run(
         [sys.executable, "-c", RUN_TESTS, product, *tests],
         env=os.environ | {"PYTHONPATH": str(ROOT)} | environ,
@@ -87,7 +87,7 @@ def test_kernels_with_the_other_product() -> None:
 def test_hazard_kernels_on_a_processor_without_bfloat16_instructions(
     processor: str, features: str, tests: tuple[str, ...]
 ) -> None:
-    """LLVM ends the process where it is asked for an instruction that the processor has not."""
+    """LLVM ends the process if it must emit an instruction that the processor lacks."""
     output = _run_kernel_tests(
         "auto",
         *tests,
@@ -143,7 +143,7 @@ def test_rates_are_those_of_both_products() -> None:
 
 @needs_dot
 def test_a_second_product_in_a_process_is_refused(tmp_path: Path) -> None:
-    """Kernels compiled for one layout of the rows would read the other's."""
+    """Kernels compiled for one layout of rows would read rows of the other."""
     now = bf16_product()
     set_bf16_product(now)
     folder = save(make_model("llama"), tmp_path)
@@ -162,14 +162,14 @@ def _rounded(typing_context: Any, value: Any) -> Any:
     return types.uint16(types.float32), generate
 
 
-@device
+@jit_inline
 def _round_all(values: int, count: int, out: int) -> None:
     value, half = f32(values), u16(out)
     for i in range(count):
         half[i] = _rounded(value[i])
 
 
-@unit
+@compiled_function
 def _round(values: int, count: int, out: int) -> None:
     _round_all(values, count, out)
 

@@ -1,4 +1,4 @@
-"""Grammars of every kind with what their outputs must fulfil, requests under them, and runs of these."""
+"""Grammars of every kind with checks of their outputs, and requests that use them."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -71,7 +71,7 @@ CASES: list[tuple[str, Check]] = [
     (grammar({"type": "regex", "regex": PATTERN}), check_regex),
 ]
 BOUNDED = [text for text, check in CASES if check in (check_choice, check_regex)]
-"""Texts of these are short."""
+"""Grammars whose texts are short."""
 
 
 def specs(

@@ -16,16 +16,16 @@ GREEDY = SamplingParams(seed=0, temperature=0.0)
 
 @st.composite
 def rows_strategy(draw: st.DrawFn) -> list[ScheduledRow]:
-    seats = draw(st.lists(st.integers(0, MAX_ROWS - 1), unique=True, min_size=1))
+    slots = draw(st.lists(st.integers(0, MAX_ROWS - 1), unique=True, min_size=1))
     rows = []
-    for seat in seats:
+    for slot in slots:
         num_tokens = draw(st.integers(1, 6))
         computed = draw(st.integers(0, MAX_BLOCKS * BLOCK_SIZE - num_tokens))
         num_blocks = -(-(computed + num_tokens) // BLOCK_SIZE)
         rows.append(
             ScheduledRow(
-                request_id=str(seat),
-                seat=seat,
+                request_id=str(slot),
+                seat=slot,
                 token_ids=tuple(draw(st.lists(st.integers(0, 99), min_size=num_tokens, max_size=num_tokens))),
                 num_computed_tokens=computed,
                 block_table=tuple(draw(st.permutations(range(1, 20)))[:num_blocks]),
@@ -75,8 +75,8 @@ def test_batches_follow_their_plans(plans: list[tuple[list[ScheduledRow], set[in
         check(buffers.fill(StepPlan(0, tuple(rows))), rows)
 
 
-def _row(seat: int, num_tokens: int, table: tuple[int, ...]) -> ScheduledRow:
-    return ScheduledRow(str(seat), seat, (1,) * num_tokens, 0, table, GREEDY, 0)
+def _row(slot: int, num_tokens: int, table: tuple[int, ...]) -> ScheduledRow:
+    return ScheduledRow(str(slot), slot, (1,) * num_tokens, 0, table, GREEDY, 0)
 
 
 def test_plan_beyond_the_limits_is_a_bug_of_ours() -> None:

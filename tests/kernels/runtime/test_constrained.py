@@ -1,4 +1,4 @@
-"""Runners under grammars, driven by the real Scheduler: whole outputs follow them, preempted or resumed or not."""
+"""Runners under grammars, driven by the real Scheduler: whole outputs follow them, also when preempted or resumed."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Choices that fork over a pool so small that they are preempted, on the runner that notices every wrong block."""
+"""Choices that fork over a pool so small that they are preempted, on the runner that detects every wrong block."""
 
 from dataclasses import replace
 

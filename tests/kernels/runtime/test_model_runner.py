@@ -55,7 +55,7 @@ def load(folder: Path, **fields: object) -> ModelRunner:
 
 
 def test_slots_never_written_do_not_reach_the_logits(folder: Path, expected: dict[str, list[int]]) -> None:
-    """0 × NaN is NaN: attention must skip what lies beyond a row's context, not weigh it with zero."""
+    """0 × NaN is NaN: attention must skip memory beyond a row's context, not give it weight zero."""
     runner = load(folder)
     pool = runner._model.kv_pool
     pool.keys.fill_(math.nan)
@@ -85,7 +85,7 @@ def test_nan_row_ends_alone_and_its_blocks_can_be_used_again(
 
 
 def _runs_beside(folder: Path, dtype: str, last_prompt: Sequence[int], fill: float) -> list[Generation]:
-    """Three prompts beside one more that ends with its first token, over a pool filled with a number."""
+    """Three prompts beside one more that ends with its first token, over a pool filled with one number."""
     runner = load(folder, dtype=dtype)
     runner._model.kv_pool.keys.fill_(fill)
     runner._model.kv_pool.values.fill_(fill)
@@ -165,7 +165,7 @@ def test_preemption_does_not_change_seeded_and_penalised_tokens(folder: Path) ->
         driver.step()
 
     driver.remove(generation)
-    driver.add(Generation("taker of the seat", PROMPTS[2], 10, PENALISED))
+    driver.add(Generation("taker of the slot", PROMPTS[2], 10, PENALISED))
     driver.step()
     driver.add(generation)
     driver.run()

@@ -1,4 +1,4 @@
-"""What the operator may ask for, and what he is told when it cannot be had."""
+"""Options that the operator may set, and the errors for those that are not possible."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Steps that begin before the step before has been waited for: pending tokens, and whom a failure hurts."""
+"""Steps that begin before the previous one was waited for: pending tokens, and which rows a failure affects."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,9 +35,9 @@ def load(request: pytest.FixtureRequest, folder: Path) -> Callable[[], Runner]:
 
 def prompt_row(name: str, prompt: tuple[int, ...] | None = None) -> ScheduledRow:
     prompt = prompt or PROMPTS[name]
-    seat, sampling = "abc".index(name), SAMPLING[name]
+    slot, sampling = "abc".index(name), SAMPLING[name]
     history = (prompt, ()) if sampling.needs_history else None
-    return ScheduledRow(name, seat, prompt, 0, table(seat, len(prompt)), sampling, 0, history)
+    return ScheduledRow(name, slot, prompt, 0, table(slot, len(prompt)), sampling, 0, history)
 
 
 def next_row(row: ScheduledRow, token_id: int) -> ScheduledRow:
@@ -51,8 +51,8 @@ def next_row(row: ScheduledRow, token_id: int) -> ScheduledRow:
     )
 
 
-def table(seat: int, num_tokens: int) -> tuple[int, ...]:
-    return tuple(8 * seat + i for i in range(-(-num_tokens // 16)))
+def table(slot: int, num_tokens: int) -> tuple[int, ...]:
+    return tuple(8 * slot + i for i in range(-(-num_tokens // 16)))
 
 
 def test_a_pending_token_gives_what_a_known_one_gives(load: Callable[[], Runner]) -> None:
@@ -72,7 +72,7 @@ def test_a_pending_token_gives_what_a_known_one_gives(load: Callable[[], Runner]
 
 
 def steps_behind_a_failure(runner: Runner, *, fails: bool) -> list[tuple[RowResult, ...]]:
-    """Three steps, each begun before the one before is waited for; in the first, a row may fail."""
+    """Three steps, each begun before the previous one is waited for; in the first, a row may fail."""
     rows = [prompt_row("a"), prompt_row("b", (1, 2, OUTSIDE) if fails else (1, 2, 3)), prompt_row("c")]
     begun = []
     for step_id in range(3):
@@ -100,7 +100,7 @@ def test_a_prompt_that_contains_the_pending_number_is_the_jobs_error(load: Calla
         assert "token -1 is outside the vocabulary" in (result.error or "")
 
 
-def test_a_token_that_only_the_device_knows_is_told_as_its_seat() -> None:
+def test_a_token_that_only_the_device_knows_is_told_as_its_slot() -> None:
     last, row = LastTokens(), prompt_row("b")
     last.expect(0, [row])
     assert last.resolve([next_row(row, PENDING_TOKEN)]).token_ids == {0: -2}

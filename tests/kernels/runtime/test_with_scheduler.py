@@ -1,4 +1,4 @@
-"""The real Scheduler over a pool so small that requests are preempted: every runner gives undisturbed tokens."""
+"""The real Scheduler over a pool so small that requests are preempted: every runner still generates the same tokens."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The sampler once more, slow and plain: one row at a time, Python floats, a sort of the whole vocabulary."""
+"""A slow and plain sampler: one row at a time, Python floats, a sort of the whole vocabulary."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""transformers as the thing to compare with: the same model, and outputs of exactly the lengths asked for."""
+"""transformers as a baseline: the same model, and outputs of exactly the requested lengths."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,14 @@ from gguf import GGMLQuantizationType
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kernels.config import ModelConfig, RopeScaling
-from kernels.tools.baseline import BaselineFailure, BaselineOptions, BaselineRun, run_baselines
+from kernels.tools.baseline import (
+    BaselineFailure,
+    BaselineOptions,
+    BaselineRun,
+    run_baselines,
+    run_baselines_apart,
+)
 from kernels.tools.baseline_model import config_fields, load_baseline_model
-from kernels.tools.baseline_process import run_baselines_apart
 from kernels.weights.source import ModelSource, resolve_model
 from tests.kernels.gguf_writing import write_gguf
 from tests.kernels.tiny import make_model, save
@@ -51,7 +56,7 @@ def test_gguf_becomes_the_model_that_it_was_written_from(family: str, arch: str,
 def test_scaled_rotary_and_windows_reach_the_config() -> None:
     config = ModelConfig(
         "llama", 2, 8, 16, 2, 1, 4, 32, 64, 1e-5, 500.0,
-        rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 16), sliding_window=24,
+        rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 16), layer_windows=(24, 24),
     )  # fmt: skip
 
     fields = config_fields(config)

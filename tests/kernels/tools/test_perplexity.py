@@ -1,4 +1,4 @@
-"""Scores of windows against transformers' own log-probabilities of the same tokens."""
+"""Scores of windows compared with transformers' own log-probabilities of the same tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +43,7 @@ def load(folder: Path, dtype: Dtype = "float32", max_model_len: int | None = Non
 
 @torch.inference_mode()
 def losses_by_transformers(model: PreTrainedModel, window: Sequence[int]) -> torch.Tensor:
-    """Of each token but the first."""
+    """The log-probabilities of all tokens but the first."""
     ids = torch.tensor([window])
     return torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
 

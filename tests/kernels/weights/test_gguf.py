@@ -145,7 +145,7 @@ def test_file_generates_what_transformers_generates(family: str, tmp_path: Path)
 
 
 def _keys_of(model: PreTrainedModel) -> dict[str, object]:
-    """What writers add for windows and scaled rotation."""
+    """The keys that writers add for windows and scaled rotation."""
     rope, window = model.config.rope_parameters, getattr(model.config, "sliding_window", None)
     keys: dict[str, object] = {} if window is None else {"llama.attention.sliding_window": window}
     if rope["rope_type"] == "linear":

@@ -1,4 +1,4 @@
-"""A model that comes in several packages is put together once, whole or not at all."""
+"""A model in several packages is assembled once, completely or not at all."""
 
 import hashlib
 import sys

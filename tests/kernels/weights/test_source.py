@@ -1,4 +1,4 @@
-"""What a model's name stands for, and what is said where nothing is found."""
+"""Resolving a model's name, and the errors if nothing is found."""
 
 from pathlib import Path
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.config import Gemma3Shape, ModelConfig
+from kernels.config import ModelConfig
 from kernels.models.cpu.attention_work import AttentionPlanner
 from kernels.models.cpu.decoder import FusedDecoder
 from kernels.models.cpu.packed_weights import layer_windows
@@ -79,13 +79,13 @@ def _decoder(config: ModelConfig, num_threads: int, pool: KVPool | None = None) 
     return FusedDecoder(config, make_weights(config), pool, quantized=False, num_threads=num_threads)
 
 
-GEMMA3_WINDOWS = Gemma3Shape((700, None, 20, None, 300), local_rope_theta=300.0, attention_scale=0.3)
-"""Of which some see fewer spans than others, and the last one fewer than those before it."""
+GEMMA3_WINDOWS = (700, None, 20, None, 300)
+"""Some layers see fewer spans than others, and the last one fewer than those before it."""
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"sliding_window": 700}, GEMMA3 | {"num_layers": 5, "gemma3": GEMMA3_WINDOWS}],
+    [{}, {"layer_windows": (700, 700)}, GEMMA3 | {"num_layers": 5, "layer_windows": GEMMA3_WINDOWS}],
     ids=["no_window", "window", "windows_by_layer"],
 )
 @pytest.mark.parametrize("num_queries", [1, 9])

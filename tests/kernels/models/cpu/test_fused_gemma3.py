@@ -1,13 +1,13 @@
-"""What only Gemma 3 asks of the compiled step. Each part must show in the logits, or its absence would not be found."""
+"""What only Gemma 3 needs of the compiled step. Each part must show in the logits: its absence is then noticed."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from kernels.config import Gemma3Shape, ModelConfig, RopeScaling
-from kernels.models.cpu.packed_weights import PackedWeights
-from kernels.models.decoder import DecoderModel
+from kernels.config import ModelConfig, RopeScaling
+from kernels.loading import make_decoder
+from kernels.models.decoder_weights import rounded_embedding_scale
 from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.runtime.kv_pool import KVPool
 from tests.kernels.models.cpu.test_fused import (
@@ -15,7 +15,6 @@ from tests.kernels.models.cpu.test_fused import (
     GEMMA3,
     NUM_BLOCKS,
     ROWS,
-    WINDOWS,
     make_batch,
     make_config,
     make_exact,
@@ -31,8 +30,7 @@ def _needs_cpu_kernels() -> None:
 
 
 def _with_shape(**changes: object) -> ModelConfig:
-    shape = Gemma3Shape(WINDOWS, local_rope_theta=300.0, attention_scale=0.3)
-    return make_config(**GEMMA3 | {"gemma3": replace(shape, **changes)})  # type: ignore[arg-type]
+    return make_config(**GEMMA3 | changes)
 
 
 OTHERS = {
@@ -68,18 +66,18 @@ def test_control_each_norm_shows_in_the_logits(name: str) -> None:
     weights = make_weights(config)
     weights[f"model.layers.3.{name}.weight"] = torch.ones(config.hidden_size)
     pool = KVPool(config, NUM_BLOCKS, BLOCK_SIZE, torch.bfloat16)
-    got = DecoderModel(config, weights, pool, dtype=torch.bfloat16, num_threads=1).forward(batch)
+    got = make_decoder(config, weights, pool, dtype=torch.bfloat16, num_threads=1).forward(batch)
     assert (got - expected).norm() / expected.norm() > 0.02
 
 
 def test_embeddings_are_scaled_by_the_root_that_the_model_was_trained_with() -> None:
-    config = make_config(**GEMMA3 | {"hidden_size": 640, "num_layers": 1})
-    assert PackedWeights(config, make_weights(config), quantized=False).embedding_scale == 25.25
-    assert PackedWeights(make_config(), make_weights(make_config()), quantized=False).embedding_scale == 1.0
+    config = make_config(hidden_size=640, embedding_scale=640**0.5)
+    assert rounded_embedding_scale(config, torch.bfloat16) == 25.25
+    assert rounded_embedding_scale(make_config(), torch.bfloat16) == 1.0
 
 
 def test_prompt_in_chunks_is_the_prompt_in_float32() -> None:
-    """Chunks that begin within and behind the windows, beside a decoding row."""
+    """Chunks that begin within and beyond the windows, beside a decoding row."""
     config = make_config(**GEMMA3)
     exact, model = make_exact(config), make_model(config)
     table = (2, 9, 4, 12, 15)

@@ -16,7 +16,8 @@ import hashlib, torch
 from kernels.batch import ForwardBatch
 from kernels.config import ModelConfig
 from kernels.runtime.kv_pool import KVPool
-from kernels.models.decoder import DecoderModel
+from kernels.loading import make_decoder
+from kernels.models.cpu.decoder import FusedDecoder
 from kernels.ops.cpu.product_choice import choose_bf16_product
 from kernels.weights.layout import expected_shapes
 
@@ -26,8 +27,8 @@ config = ModelConfig("llama", 2, 192, 512, 6, 2, 32, 512, 128, 1e-5, 1e4, tie_wo
 torch.manual_seed(0)
 weights = {name: torch.randn(shape) * 0.2 for name, shape in expected_shapes(config).items()}
 pool = KVPool(config, 4, 32, torch.bfloat16, "cpu")
-model = DecoderModel(config, weights, pool, dtype=torch.bfloat16, num_threads=1)
-assert model.is_fused
+model = make_decoder(config, weights, pool, dtype=torch.bfloat16, num_threads=1)
+assert isinstance(model, FusedDecoder)
 model.warmup()
 n = 40
 batch = ForwardBatch(

@@ -1,4 +1,4 @@
-"""The floors beside which a step's parts are printed."""
+"""The names and floors of a step's parts in ops.bench.step_parts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Spans are measured on transformers' own mask functions, and what is no span is told."""
+"""Spans are measured on transformers' own mask functions; anything else is recognized as no span."""
 
 from collections.abc import Callable
 
