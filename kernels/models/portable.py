@@ -62,7 +62,7 @@ class PortableDecoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Write the batch's K/V into the pool and give the logits [num_sampled, vocab_size] in float32."""
+        """Write the batch's K/V into the pool and return the logits [num_sampled, vocab_size] in float32."""
         x = self._embedding[batch.token_ids]
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
@@ -71,8 +71,8 @@ class PortableDecoder:
             norms, rotation = layer.norms, rotations[self._rotary.kinds[idx]]
             attended = layer.out(self._attend(idx, self._normed(x, norms["input_norm"]), rotation, batch))
             x = x + self._branch(attended, norms.get("post_attention_norm"))
-            fed = layer.down(self._gate(layer.gate_up(self._normed(x, norms["mlp_norm"]))))
-            x = x + self._branch(fed, norms.get("post_mlp_norm"))
+            mlp_output = layer.down(self._gate(layer.gate_up(self._normed(x, norms["mlp_norm"]))))
+            x = x + self._branch(mlp_output, norms.get("post_mlp_norm"))
         return self._head(self._normed(x[batch.sample_indices], self._final_norm)).float()
 
     def _attend(self, idx: int, x: torch.Tensor, rotation: _Rotation, batch: ForwardBatch) -> torch.Tensor:

@@ -42,7 +42,7 @@ class BatchBuffers:
     def fill(self, plan: StepPlan, pending: Mapping[int, int] = NOTHING_PENDING) -> ForwardBatch:
         """The batch of a plan. `pending` maps the index of each pending row to its token.
 
-        Raises AssertionError for a plan beyond the limits the buffers were made for.
+        Raises IndexError for a slot, and AssertionError for sizes, beyond the limits the buffers were made for.
         """
         rows = plan.rows
         lengths = np.fromiter((len(row.token_ids) for row in rows), dtype=np.int32, count=len(rows))
@@ -76,6 +76,10 @@ class BatchBuffers:
 
     def _gather_tables(self, rows: tuple[ScheduledRow, ...]) -> npt.NDArray[np.int32]:
         """[num_rows, widest]; a slot's table is written again only when it has changed."""
+        slots = np.fromiter((row.seat for row in rows), dtype=np.int64, count=len(rows))
+        if slots.size and not 0 <= slots.min() <= slots.max() < self._max_num_rows:
+            # Not assert, which python -O leaves out: on a GPU slots index raw memory.
+            raise IndexError(f"slots from {slots.min()} to {slots.max()}; limit {self._max_num_rows}")
         width = 1
         for row in rows:
             table = row.block_table
@@ -88,7 +92,6 @@ class BatchBuffers:
                 self._slot_tables[row.seat, : len(table)] = table
                 self._slot_tables[row.seat, len(table) : len(known)] = 0
             self._known_tables[row.seat] = table
-        slots = np.fromiter((row.seat for row in rows), dtype=np.int64, count=len(rows))
         tables = self._block_tables[: len(rows) * width].reshape(len(rows), width)
         np.take(self._slot_tables[:, :width], slots, axis=0, out=tables)
         return tables

@@ -53,7 +53,7 @@ class Model(Protocol):
     def warmup(self) -> None: ...
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Writes the batch's K/V into the pool and gives the logits [num_sampled, vocab_size] in float32.
+        """Writes the batch's K/V into the pool and returns the logits [num_sampled, vocab_size] in float32.
 
         A token id of -1 - slot stands for the last token that the sampler chose for the slot; only samplers whose
         results are in flight cause it.
@@ -77,8 +77,11 @@ class TokenSampler(Protocol):
         ...
 
     def start(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> InFlightSample:
-        """Start choosing one token per row. Pending rows with a grammar have their token by now, those with penalties
-        if the host knows it; the others are as they were planned."""
+        """Start choosing one token per row of logits [num_rows, vocab_size] float32.
+
+        Pending rows with a grammar have their token by now, those with penalties if the host knows it; the others are
+        as they were planned.
+        """
         ...
 
 

@@ -154,18 +154,18 @@ def joined_file(name: str, parts: Sequence[Path], sha256: str) -> Path:
 
 def _join(parts: Sequence[Path], target: Path, sha256: str) -> None:
     """Written under another name until complete, so that neither a crash nor a second process leaves half a file."""
-    digest = hashlib.sha256()
+    found = hashlib.sha256()
     with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as out:
         try:
             for part in parts:
                 with part.open("rb") as file:
                     while chunk := file.read(_CHUNK_BYTES):
-                        digest.update(chunk)
+                        found.update(chunk)
                         out.write(chunk)
             out.close()
-            if digest.hexdigest() != sha256:
+            if found.hexdigest() != sha256:
                 raise ModelFileError(
-                    f"{parts[0].parent}: the parts of {target.name} have sha256 {digest.hexdigest()}; expected {sha256}"
+                    f"{parts[0].parent}: the parts of {target.name} have sha256 {found.hexdigest()}; expected {sha256}"
                 )
             os.replace(out.name, target)
         except BaseException:

@@ -22,10 +22,8 @@ def check(settings: Settings, *, num_workloads: int) -> None:
 
 def measure(settings: Settings, requests: Sequence[WorkloadRequest], naive_limit: int) -> dict[str, Any]:
     """`baseline_dtype` and `baselines`. Takes minutes and all cores: our engine must have stopped."""
-    from kernels.tools.baseline import (
-        BaselineOptions,  # takes seconds
-        run_baselines_apart,
-    )
+    # Here, because importing transformers takes seconds.
+    from kernels.tools.baseline import BaselineOptions, run_baselines_apart
 
     options = BaselineOptions(
         dtype="bfloat16" if settings.dtype == "auto" else settings.dtype,

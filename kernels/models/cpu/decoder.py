@@ -170,7 +170,7 @@ class FusedDecoder:
         return [int(self._counters[0, START_STAMP // 8]), *ends]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Write the batch's K/V into the pool and give the logits [num_sampled, vocab_size] in float32.
+        """Write the batch's K/V into the pool and return the logits [num_sampled, vocab_size] in float32.
 
         The next call overwrites them.
         """

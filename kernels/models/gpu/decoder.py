@@ -126,7 +126,7 @@ class GpuDecoderModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Write the batch's K/V into the pool and give the logits [num_sampled, vocab_size] in float32.
+        """Write the batch's K/V into the pool and return the logits [num_sampled, vocab_size] in float32.
 
         They are on the device and valid until the next call, in stream order.
         """

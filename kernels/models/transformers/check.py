@@ -49,7 +49,7 @@ def check_logits(folder: Path, adapted: AdapterModel, model: PreTrainedModel, ex
     """Compute the first prompt in chunks of seven, three and one tokens, the first chunk beside the second prompt.
 
     The second prompt has the last positions that the model allows, so that an effect of one row on another's rotation
-    shows. Raises ModelFileError with the largest difference.
+    shows. expected: [2, vocab_size], from own_logits. Raises ModelFileError with the largest difference.
     """
     first, second = _PROMPTS
     start, end = _first_positions(adapted.config.max_position_embeddings)

@@ -107,10 +107,10 @@ def _sources_fingerprint() -> str:
         *(root / "ops" / "cpu").glob("*.py"),
         *(root / "models" / "cpu").glob("*.py"),
     )
-    digest = hashlib.sha256()
+    fingerprint = hashlib.sha256()
     for source in sorted(sources):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:16]
+        fingerprint.update(source.read_bytes())
+    return fingerprint.hexdigest()[:16]
 
 
 @cache

@@ -9,6 +9,6 @@ def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
-    """gelu(gate) · up with the tanh form of gelu, in gate_up's type as transformers computes it."""
+    """gelu(gate) · up of gate_up [num_tokens, 2 * intermediate], tanh form, in gate_up's type as in transformers."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up

@@ -137,7 +137,7 @@ class _Graph:
             self._graph, self._logits = capture.of(lambda: run(padded))
 
     def replay(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """The logits of all rows of the bucket, or of the `wanted` ones."""
+        """Logits [num_rows, vocab_size] of all rows of the bucket, or of the `wanted` [n] ones."""
         tensors = batch_tensors(pad_decode(batch, *self._shape))
         if wanted is not None:
             tensors["wanted"] = wanted

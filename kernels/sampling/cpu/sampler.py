@@ -42,7 +42,7 @@ class Sampler:
         self._grammar_slots.release(slots)
 
     def warmup(self, logits: torch.Tensor) -> None:
-        """Touch what filters and log-probabilities need."""
+        """Touch what filters and log-probabilities need, with logits [1, vocab_size]."""
         sampling = SamplingParams(seed=0, top_p=0.9, num_logprobs=1)
         self.sample(logits, [ScheduledRow("warmup", 0, (0,), 0, (0,), sampling, 0)])
 
@@ -50,7 +50,7 @@ class Sampler:
         """Nothing to upload."""
 
     def start(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> FinishedSample:
-        """`sample`, in the form shared with samplers on a device."""
+        """`sample` for logits [num_rows, vocab_size], in the form shared with samplers on a device."""
         return FinishedSample(self.sample(logits, rows))
 
     def sample(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> list[RowResult]:

@@ -49,7 +49,7 @@ class GpuSampler:
         self._grammar_slots.release(slots)
 
     def warmup(self, logits: torch.Tensor) -> None:
-        """Compile every variant of the kernels: a missing one would delay a step by seconds."""
+        """Compile every kernel variant with logits [1, vocab_size]: a missing one would delay a step by seconds."""
         zero = torch.zeros(1, dtype=torch.int32, device=logits.device)
         anything = Allowed(zero, torch.full((1, -(-self._vocab_size // 32)), -1, device=logits.device).int())
         biased = replace(_PLAIN, logit_bias=((0, 1.0),))
@@ -97,7 +97,7 @@ class GpuSampler:
         return SamplingResults(self._results.fetch(packed), prepared, errors, self._vocab_size)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> list[RowResult]:
-        """`prepare` and `start`, then wait for the device."""
+        """`prepare` and `start` for logits [num_rows, vocab_size], then wait for the device."""
         self.prepare(rows)
         return self.start(logits, rows).wait()
 

@@ -86,3 +86,12 @@ def test_plan_beyond_the_limits_is_a_bug_of_ours() -> None:
         buffers.fill(StepPlan(0, (_row(0, 37, (1,) * 10),)))
     with pytest.raises(AssertionError, match="request 0: 9 blocks; limit 8"):
         buffers.fill(StepPlan(0, (_row(0, 1, (1,) * 9),)))
+
+
+@pytest.mark.parametrize("slot", [-1, MAX_ROWS, 1_000_000])
+def test_hazard_a_slot_out_of_range_is_refused(slot: int) -> None:
+    """On a GPU the slot indexes raw memory, so this must not be an assert, which `python -O` leaves out."""
+    with pytest.raises(IndexError, match=f"slots from .* limit {MAX_ROWS}"):
+        make_buffers().fill(
+            StepPlan(0, (_row(0, 1, (0,)) if slot > 0 else _row(1, 1, (0,)), _row(slot, 1, (0,))))
+        )
