@@ -1,6 +1,7 @@
 """The shape of a decoder-only model, read from a Hugging Face config.json or GGUF metadata."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,19 +16,9 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class Gemma3Shape:
-    """What Gemma 3 has beyond a Llama-like decoder; its norms and activation follow from the family."""
-
-    layer_windows: tuple[int | None, ...]
-    """Each layer's sliding window; None looks at the whole context."""
-    local_rope_theta: float
-    """Of the layers with a window; rope_theta and rope_scaling are those of the others."""
-    attention_scale: float
-    """Factor of q·kᵀ."""
-
-
-@dataclass(frozen=True, slots=True)
 class ModelConfig:
+    """What tells the families apart is data here: decoders never ask for the model type."""
+
     model_type: str
     """llama, mistral, qwen2, qwen3, gemma3, …"""
     num_layers: int
@@ -45,9 +36,28 @@ class ModelConfig:
     qkv_bias: bool = False
     """Qwen2: q, k and v projections carry a bias."""
     qk_norm: bool = False
-    """Qwen3: RMS norm over each head of q and k, before rotary."""
-    sliding_window: int | None = None
-    """Of every layer; Gemma 3 has `gemma3.layer_windows` instead."""
-    gemma3: Gemma3Shape | None = None
+    """Qwen3, Gemma 3: RMS norm over each head of q and k, before rotary."""
+    layer_windows: tuple[int | None, ...] = ()
+    """Each layer's sliding window, a token itself included; None sees the whole context. Empty: no layer has one."""
+    local_rope_theta: float | None = None
+    """Gemma 3: rotary base of the layers with a window, never scaled. None: they rotate like the others."""
+    attention_scale: float | None = None
+    """Factor of q·kᵀ. None: head_dim ** -0.5."""
+    embedding_scale: float = 1.0
+    """Gemma 3: factor of the embeddings, rounded to the model's type as in training."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """The function applied to the MLP's gate."""
+    has_post_norms: bool = False
+    """Gemma 3: the outputs of attention and MLP are normed before they are added."""
+    has_float32_norms: bool = False
+    """Gemma 3: norm weights are float32 whatever the model's type, and multiply before the result is rounded."""
     eos_token_ids: tuple[int, ...] = field(default=())
     bos_token_id: int | None = None
+
+    def window(self, layer_idx: int) -> int | None:
+        return self.layer_windows[layer_idx] if self.layer_windows else None
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of q·kᵀ, whether the config names it or not."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale

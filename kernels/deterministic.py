@@ -1,6 +1,6 @@
 """A Runner without a model, for tests and for the lab: tokens are a hash of the tokens before them.
 
-It honours the paged-KV contract instead of going around it. Each slot of its pool holds the hash state after
+It uses the KV pool as a model does. Each token's place in the pool holds the hash state after
 the token stored there, and a row continues from the state that it finds through its block table, as attention
 would. Hence the same prompt gives the same text whatever is batched beside it, and after preemption, prefix
 hits, copied blocks or a move to another worker; a wrong block, one freed too early or one never written gives
@@ -12,9 +12,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kernels.grammar import GrammarError, Grammars, GrammarSeats
-from kernels.last_tokens import LastTokens
+from kernels.grammar import GrammarError, Grammars, GrammarSlots
 from kernels.runner import FinishedStep
+from kernels.runtime.last_tokens import LastTokens
+from kernels.sampling.rules import NO_LOGIT
 from scheduler.plan import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 
 EOS_TOKEN_ID = 256
@@ -30,7 +31,7 @@ _LETTERS = b"etaoinshrdlucmfwypvbgkjqxz"
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """How long a step takes, in seconds; all zero: as long as the arithmetic does."""
+    """How long a step takes, in seconds. All zero: only as long as the arithmetic takes."""
 
     step_s: float = 0.0
     prefill_token_s: float = 0.0
@@ -53,10 +54,10 @@ class DeterministicOptions:
     """None: as long as the pool."""
     step_time: StepTime = StepTime()
     eos_one_in: int = 0
-    """One token in so many, on average, is the end of sequence. 0: never, outputs have their full length."""
+    """On average one token in this many is the end of sequence. 0: none, and outputs have their full length."""
     poison_token_id: int | None = None
-    """From this token on a request's state is poisoned, as by a NaN: it spreads to all later tokens of the
-    request, whose sampling rows then end in an error; its neighbours' do not. None: off."""
+    """This token poisons a request's state as a NaN would: it spreads to all later tokens of the request, whose
+    sampling rows then end in an error. Rows of other requests do not. None: off."""
 
 
 class DeterministicRunner:
@@ -73,18 +74,18 @@ class DeterministicRunner:
         num_slots = options.num_blocks * options.block_size
         self._after = array("Q", [_UNWRITTEN]) * num_slots
         self._before = array("Q", [_UNWRITTEN]) * options.num_blocks
-        self._grammar_seats = GrammarSeats()
+        self._grammar_slots = GrammarSlots()
         self._last_tokens = LastTokens()
 
     def constrain_with(self, grammars: Grammars) -> None:
-        self._grammar_seats = GrammarSeats(grammars)
+        self._grammar_slots = GrammarSlots(grammars)
 
     def warmup(self) -> None:
         pass
 
     def begin(self, plan: StepPlan) -> FinishedStep:
         started_s = time.perf_counter()
-        self._grammar_seats.release(plan.released_seats)
+        self._grammar_slots.release(plan.released_seats)
         self._last_tokens.release(plan.released_seats)
         for source, destination in plan.block_copies:
             self._copy_block(source, destination)
@@ -128,7 +129,7 @@ class DeterministicRunner:
         if row.sampling is None:
             return RowResult(row.request_id)
         if state == _POISONED:
-            return RowResult(row.request_id, error="the model produced NaN or infinite logits for this row")
+            return RowResult(row.request_id, error=NO_LOGIT)
         return self._sample(row, state)
 
     def _read_context(self, row: ScheduledRow) -> int:
@@ -156,7 +157,7 @@ class DeterministicRunner:
         else:
             try:
                 token_id = emit_among(
-                    state, self._grammar_seats.mask(row).unpacked().nonzero()[0].tolist(), banned
+                    state, self._grammar_slots.mask(row).unpacked().nonzero()[0].tolist(), banned
                 )
             except GrammarError as error:
                 return RowResult(row.request_id, error=str(error))
@@ -165,7 +166,7 @@ class DeterministicRunner:
 
 
 def advance(state: int, token_id: int) -> int:
-    """State after one more token: a step of SplitMix64 over the token mixed in. Poison stays."""
+    """The state after one more token: mixes the token in and takes a step of SplitMix64. Poison stays."""
     if _POISONED in (state, token_id):
         return _POISONED
     mixed = (state ^ ((token_id + 1) * 0x9E3779B97F4A7C15)) & _MASK
@@ -187,9 +188,10 @@ def emit(state: int, eos_one_in: int = 0, banned: Sequence[int] = ()) -> int:
 
 
 def emit_among(state: int, allowed: Sequence[int], banned: Sequence[int] = ()) -> int:
-    """The same under a grammar, as ids in ascending order: it ends as soon as it may, and prefers printable ASCII.
+    """The token that follows under a grammar, given the allowed ids in ascending order.
 
-    Half of the choices close a bracket or a string where one may be closed, so that any grammar comes to its end.
+    It ends as soon as it may and prefers printable ASCII. Half of the choices close a bracket or a
+    string where one may be closed, so that any grammar comes to its end.
     """
     allowed = [token_id for token_id in allowed if token_id not in banned] or allowed
     if EOS_TOKEN_ID in allowed:
@@ -204,7 +206,7 @@ def emit_among(state: int, allowed: Sequence[int], banned: Sequence[int] = ()) -
 def expected_tokens(
     prompt_token_ids: Sequence[int], num_tokens: int, *, eos_one_in: int = 0
 ) -> tuple[int, ...]:
-    """What a request without bans must come to, computed without blocks; stops at an end of sequence."""
+    """The tokens that a request without bans must generate, computed without blocks; stops at an end of sequence."""
     state = _START
     for token_id in prompt_token_ids:
         state = advance(state, token_id)

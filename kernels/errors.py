@@ -6,14 +6,9 @@ KernelsError
 └── OptionsError         the operator's: options that contradict the model or the machine
 """
 
-from typing import ClassVar, Literal
-
 
 class KernelsError(Exception):
     """Says what was asked for, what was found and what would work; a retry changes nothing."""
-
-    whose: ClassVar[Literal["operator"]] = "operator"
-    retryable: ClassVar[bool] = False
 
 
 class ModelNotFoundError(KernelsError):

@@ -1,10 +1,10 @@
 """Constrained decoding: which tokens may follow, given a grammar and what a request has generated so far.
 
-The grammars are llguidance's, as its own JSON text. Nothing here needs torch, so every runner can use it.
+Grammars are given in llguidance's own JSON. Nothing here needs torch, so every runner can use it.
 
-Bounds. Compiling has none of its own for some schemas (`multipleOf` builds an automaton of that many states), so
-a text must have been tried in a process that can be killed before it comes here. A mask is bounded twice: LIMITS
-stop one that explodes, and each request has a budget of processor time, which ends one that is slow at every token.
+Compiling is unbounded for some schemas (`multipleOf` builds an automaton of that many states), so a grammar must first
+have been compiled in a process that can be killed. Masks are bounded twice: LIMITS stop one that explodes, and a budget
+of processor time per request stops one that is slow at every token.
 """
 
 import threading
@@ -16,8 +16,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance._tokenizer import TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from scheduler.plan import ScheduledRow
 
@@ -40,7 +39,7 @@ MAX_USES: Final = 64
 """Requests that share one compiled grammar. They share its lexer states too, which only grow."""
 
 _MAX_TOKEN_BYTES: Final = 64
-"""Longest token looked up when forced text is cut into tokens; longer ones are never needed for that."""
+"""Length of the longest token tried when forced text is tokenized; longer ones are never needed for that."""
 
 _CEILING_OF_BYTE: Final = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1, np.inf, -np.inf
@@ -54,10 +53,10 @@ class GrammarError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TokenVocabulary:
-    """What each id stands for. Nothing here depends on a tokenizer library."""
+    """The text of each token id, independent of any tokenizer library."""
 
     token_bytes: Sequence[bytes]
-    """By id; empty for special tokens, which no grammar allows."""
+    """Indexed by id; empty for special tokens, which no grammar allows."""
     eos_token_ids: frozenset[int]
     """Allowed exactly where the grammar may end."""
 
@@ -83,7 +82,7 @@ class TokenMask:
         return _CEILING_OF_BYTE.take(self.words.view(np.uint8), axis=0).reshape(-1)[: self.vocab_size]
 
     def is_within(self, token_ids: Iterable[int]) -> bool:
-        """Whether it allows nothing but (some of) these."""
+        """Whether every allowed token is one of these."""
         return set(self.unpacked().nonzero()[0].tolist()).issubset(token_ids)
 
 
@@ -102,12 +101,12 @@ class Grammars:
         self._tokenizer = LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=ends)
         self.end_token_ids: Final = frozenset(ends)
         self.end_mask: Final = _mask_of(ends, vocab_size)
-        """Nothing but these."""
+        """Allows only the end-of-sequence tokens."""
         self._templates: OrderedDict[str, _Template] = OrderedDict()
         self._lock = threading.Lock()
 
     def prepare(self, text: str) -> None:
-        """Compile, so that the step thread does not have to. GrammarError: it cannot be."""
+        """Compile ahead of the step thread. Raises GrammarError when the grammar cannot be compiled."""
         with self._lock:
             template = self._templates.get(text)
             if template is not None and template.num_uses < MAX_USES:
@@ -121,7 +120,7 @@ class Grammars:
                 self._templates.popitem(last=False)
 
     def matcher(self, text: str) -> LLMatcher:
-        """At the start of the grammar. Compiles only what `prepare` never saw or what was pushed out since."""
+        """A matcher at the start of the grammar; compiles only if `prepare` did not or the result was dropped."""
         with self._lock:
             template = self._templates.get(text)
         if template is None:
@@ -131,7 +130,7 @@ class Grammars:
         return template.matcher.deep_copy()
 
     def forget(self, text: str) -> None:
-        """Its lexer may be what failed: the next request shall not inherit that."""
+        """Drop a compiled grammar: its lexer may be what failed, and the next request must not inherit that."""
         with self._lock:
             self._templates.pop(text, None)
 
@@ -148,8 +147,8 @@ class _Template:
     num_uses: int = 1
 
 
-class GrammarSeats:
-    """The matchers of running requests, by seat. Step thread only.
+class GrammarSlots:
+    """The matchers of running requests, by slot. Step thread only.
 
     A matcher is brought up to the row's `num_generated_tokens` when the row comes, not when a token is sampled:
     a step that is run again, or whose token never counted, finds it as it was.
@@ -157,17 +156,17 @@ class GrammarSeats:
 
     def __init__(self, grammars: Grammars | None = None) -> None:
         self._grammars = grammars
-        self._seats: dict[int, _Seat] = {}
+        self._slots: dict[int, _Slot] = {}
 
-    def release(self, seats: Iterable[int]) -> None:
-        for seat in seats:
-            self._seats.pop(seat, None)
+    def release(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._slots.pop(slot, None)
 
     def mask(self, row: ScheduledRow) -> TokenMask:
         """For a row whose sampling has a grammar. Raises GrammarError, which is that row's alone.
 
-        End-of-sequence tokens are allowed exactly where the output may end, and nothing else behind one: such a row
-        was planned before its token was known, and its own token does not count.
+        End-of-sequence tokens are allowed exactly where the output may end. After one, only they are allowed: such a
+        row was planned before its token was known, and its own token does not count.
         """
         if self._grammars is None:
             raise GrammarError("response_format needs a vocabulary, which was not loaded")
@@ -176,43 +175,43 @@ class GrammarSeats:
         assert text is not None, f"request {row.request_id}: a row without grammar"
         started_s = time.thread_time()
         try:
-            seat = self._advance(row, text, self._grammars)
-            if seat.has_ended:
+            slot = self._advance(row, text, self._grammars)
+            if slot.has_ended:
                 return self._grammars.end_mask
-            words = seat.matcher.compute_bitmask()
-            _check(seat.matcher)
+            words = slot.matcher.compute_bitmask()
+            _check(slot.matcher)
         except GrammarError:
             self._grammars.forget(text)
             raise
-        seat.spent_s += time.thread_time() - started_s
-        if seat.spent_s > CPU_BUDGET_S + CPU_BUDGET_PER_TOKEN_S * (row.num_generated_tokens + 1):
+        slot.spent_s += time.thread_time() - started_s
+        if slot.spent_s > CPU_BUDGET_S + CPU_BUDGET_PER_TOKEN_S * (row.num_generated_tokens + 1):
             raise GrammarError(
-                f"response_format took {seat.spent_s:.2f} s of processor time for {row.num_generated_tokens + 1} "
+                f"response_format took {slot.spent_s:.2f} s of processor time for {row.num_generated_tokens + 1} "
                 f"tokens; the limit is {CPU_BUDGET_S} s and {CPU_BUDGET_PER_TOKEN_S} s for each token"
             )
         return TokenMask(np.frombuffer(words, dtype=np.int32), self._grammars.vocab_size)
 
-    def _advance(self, row: ScheduledRow, text: str, grammars: Grammars) -> "_Seat":
-        seat = self._seats.get(row.seat)
+    def _advance(self, row: ScheduledRow, text: str, grammars: Grammars) -> "_Slot":
+        slot = self._slots.get(row.seat)
         if row.history is not None:
-            seat = self._seats[row.seat] = _Seat(row.request_id, grammars.matcher(text), grammars)
-            seat.consume(row.history[1])
-        assert seat is not None, (
+            slot = self._slots[row.seat] = _Slot(row.request_id, grammars.matcher(text), grammars)
+            slot.consume(row.history[1])
+        assert slot is not None, (
             f"request {row.request_id}: a grammar without history in its first sampling row"
         )
-        assert seat.request_id == row.request_id, (
-            f"seat {row.seat} is {seat.request_id}'s, not {row.request_id}'s"
+        assert slot.request_id == row.request_id, (
+            f"slot {row.seat} is {slot.request_id}'s, not {row.request_id}'s"
         )
-        if seat.num_consumed == row.num_generated_tokens - 1:
-            seat.consume(row.token_ids[-1:])
-        assert seat.num_consumed == row.num_generated_tokens, (
-            f"request {row.request_id}: {seat.num_consumed} tokens in its grammar of {row.num_generated_tokens}"
+        if slot.num_consumed == row.num_generated_tokens - 1:
+            slot.consume(row.token_ids[-1:])
+        assert slot.num_consumed == row.num_generated_tokens, (
+            f"request {row.request_id}: {slot.num_consumed} tokens in its grammar of {row.num_generated_tokens}"
         )
-        return seat
+        return slot
 
 
 @dataclass(slots=True)
-class _Seat:
+class _Slot:
     request_id: str
     matcher: LLMatcher
     grammars: Grammars
@@ -222,7 +221,7 @@ class _Seat:
     """An end token came where the text was complete. The matcher never sees it: it may have stopped by itself."""
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """GrammarError, for good, when the tokens break the grammar."""
+        """Raises GrammarError, now and from then on, when the tokens break the grammar."""
         vocab_size, ends = self.grammars.vocab_size, self.grammars.end_token_ids
         if not all(0 <= token_id < vocab_size for token_id in token_ids):
             raise GrammarError(f"a token so far is outside the vocabulary of {vocab_size} tokens")
@@ -240,7 +239,7 @@ class _Seat:
 
     def _consume_ends(self, token_ids: Sequence[int]) -> None:
         if not self.grammars.end_token_ids.issuperset(token_ids):
-            raise GrammarError("the tokens so far go on behind their end")
+            raise GrammarError("the tokens so far go on after their end")
         if not self.matcher.is_accepting():
             raise GrammarError("the tokens so far end before response_format is complete")
         self.has_ended = True
@@ -260,7 +259,7 @@ def _check(matcher: LLMatcher) -> None:
 
 
 def short_error(message: str, max_chars: int = 200) -> str:
-    """The line that says what is wrong; llguidance repeats whole grammars around it."""
+    """The line that names the problem; llguidance repeats whole grammars around it."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if lines and lines[0].startswith("NoExtension"):
@@ -270,9 +269,9 @@ def short_error(message: str, max_chars: int = 200) -> str:
 
 
 class _GreedyTokenizer:
-    """What llguidance asks for: the tokens, and how to cut text that a grammar forces into them.
+    """The tokenizer that llguidance needs: the tokens, and how text that a grammar forces is tokenized.
 
-    Cutting by the longest token is enough: it only chooses which of several equal spellings of forced text comes out.
+    Taking the longest token is enough: it only decides which of several equal spellings of forced text is generated.
     """
 
     bos_token_id: int | None = None

@@ -1,11 +1,10 @@
-"""The seam between the step thread and whatever computes tokens. Importing this module imports no torch."""
+"""The interface between the step thread and what computes tokens. Importing this module imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 from kernels.errors import OptionsError
 from kernels.grammar import Grammars
-from kernels.registry import resolve_model
 from scheduler.plan import StepPlan, StepResult
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -15,15 +14,15 @@ Bf16Product = Literal["auto", "dot", "fma"]
 
 
 class PendingStep(Protocol):
-    """A step that has begun."""
+    """A step in flight."""
 
     @property
     def is_done(self) -> bool:
-        """`wait` would not wait: nothing is gained by beginning the next step first."""
+        """`wait` would return at once, so beginning the next step first gains nothing."""
         ...
 
     def wait(self) -> StepResult:
-        """Its result; in the order of `begin`. Raises what the step raised, which means a bug of ours."""
+        """The result; call in the order of `begin`. Raises what the step raised, which means a bug of ours."""
         ...
 
 
@@ -63,11 +62,11 @@ class Runner(Protocol):
 
     @property
     def prefers_lookahead(self) -> bool:
-        """Steps run beside the host, so that planning the next one meanwhile pays."""
+        """Steps run asynchronously to the host, so planning the next one meanwhile pays."""
         ...
 
     def constrain_with(self, grammars: Grammars) -> None:
-        """Before the first step, on any thread. Without it, rows with a grammar end in an error."""
+        """Call before the first step, on any thread. Without it, rows with a grammar end in an error."""
         ...
 
     def warmup(self) -> None:
@@ -75,10 +74,10 @@ class Runner(Protocol):
         ...
 
     def begin(self, plan: StepPlan) -> PendingStep:
-        """Starts one step; steps run strictly in this order, and a second may begin before the first is waited for.
+        """Start one step. Steps run strictly in this order; a second may begin before the first is waited for.
 
-        A row that fails says so in its RowResult; an exception means a bug of ours. A pending row whose step before
-        failed gives some result or error, and leaves its neighbours alone.
+        A row that fails says so in its RowResult; an exception means a bug of ours. A pending row whose previous
+        step failed gives some result or error and does not affect other rows.
         """
         ...
 
@@ -98,7 +97,7 @@ class RunnerOptions:
     """auto: bfloat16 where the processor multiplies it natively or our kernels do, else float32."""
     quantization: Quantization = "none"
     bf16_product: Bf16Product = "auto"
-    """On the CPU; the process's, so its models must agree. auto: the quicker one, see kernels.ops.cpu.product."""
+    """How the CPU multiplies bfloat16: one way per process, so its models must agree. auto: the quicker one."""
     block_size: int = 16
     kv_cache_bytes: int = 1 << 30
     max_num_seqs: int = 64
@@ -126,14 +125,3 @@ class RunnerOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionsError(f"{name} is {value}; it must be at least 1")
-
-
-def load_runner(options: RunnerOptions) -> Runner:
-    """Reads the model and allocates its KV pool; seconds, so off the event loop.
-
-    Raises ModelNotFoundError, ModelFileError or OptionsError.
-    """
-    source = resolve_model(options.model)
-    from kernels.model_loading import load_model_runner  # here, because torch takes seconds
-
-    return load_model_runner(options, source)

@@ -9,7 +9,7 @@ MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 70
 MAX_PARAMETERS = 7
 
-COMPILED = ("kernels/ops/", "kernels/models/fused_step.py", "kernels/models/fused_attention.py")
+COMPILED = ("kernels/ops/", "kernels/models/cpu/fused_step.py", "kernels/models/cpu/fused_attention.py")
 """What Numba and Triton compile takes addresses, strides and sizes one by one: there are no objects to put them in."""
 COMMANDS = ("service/cli/app.py", "service/cli/bench_commands.py")
 """Here a parameter is an option of a command."""

@@ -7,20 +7,31 @@ import torch
 from kernels.config import ModelConfig, RopeScaling
 
 
-def rotary_tables(
-    config: ModelConfig, num_positions: int, local_theta: float | None = None
+class RotaryTables:
+    """cos and sin [num_positions, head_dim / 2] in float32: one pair, or another one for layers with a window."""
+
+    def __init__(self, config: ModelConfig, num_positions: int, device: torch.device | str = "cpu") -> None:
+        frequencies = [inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)]
+        self.kinds = [0] * config.num_layers
+        """The index into `pairs` of each layer's pair."""
+        if config.local_rope_theta is not None:
+            frequencies.append(inverse_frequencies(config.head_dim, config.local_rope_theta, None))
+            self.kinds = [int(config.window(idx) is not None) for idx in range(config.num_layers)]
+        self.pairs = [_tables(each, num_positions, device) for each in frequencies]
+
+    def of(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.pairs[self.kinds[layer_idx]]
+
+
+def _tables(
+    frequencies: torch.Tensor, num_positions: int, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [num_positions, head_dim / 2] in float32; those of Gemma 3's windows are not scaled."""
-    if local_theta is None:
-        inv_freq = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-    else:
-        inv_freq = inverse_frequencies(config.head_dim, local_theta, None)
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inv_freq)
-    return angles.cos(), angles.sin()
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+    return angles.cos().to(device), angles.sin().to(device)
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
-    """[head_dim / 2] float32: by how much each pair of a head turns per position."""
+    """[head_dim / 2] float32: the angle by which each pair of a head rotates per position."""
     half = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inv_freq = 1.0 / (theta**half)
     return inv_freq if scaling is None else _scaled(inv_freq, scaling)

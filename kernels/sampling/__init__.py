@@ -1,5 +1,1 @@
-"""From logits to token ids, so that a row's token depends on that row alone."""
-
-from kernels.sampling.sampler import Sampler
-
-__all__ = ["Sampler"]
+"""From logits to token ids, so that a row's token depends on that row alone. Both samplers follow `rules`."""

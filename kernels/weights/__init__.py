@@ -1,5 +1,1 @@
-"""Checkpoints on disk: Hugging Face folders and GGUF files, read tensor by tensor."""
-
-from kernels.weights.checkpoint import Checkpoint, Weights, open_checkpoint
-
-__all__ = ["Checkpoint", "Weights", "open_checkpoint"]
+"""Checkpoints on disk: found by `source`, opened by `checkpoint`, read tensor by tensor."""

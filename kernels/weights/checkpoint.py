@@ -1,24 +1,27 @@
-"""One face for every checkpoint format: a ModelConfig and tensors under Hugging Face names."""
+"""One interface for every checkpoint format: a ModelConfig and tensors under Hugging Face names."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from kernels.config import ModelConfig
-from kernels.registry import ModelFormat, ModelSource
-from kernels.weights.gemma3_tensors import Gemma3Tensors
 from kernels.weights.gguf_model import open_gguf
 from kernels.weights.hugging_face import read_config
-from kernels.weights.layout import check_layout, has_head_of_its_own
+from kernels.weights.layout import TensorReader, check_layout, has_head_of_its_own
 from kernels.weights.safetensors_folder import SafetensorsFolder
-from kernels.weights.tensor_reader import TensorReader
+from kernels.weights.source import ModelFormat, ModelSource
+
+_TEXT_PREFIX = re.compile(r"(language_model\.model|model\.language_model|language_model)\.")
+_PICTURES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
 class Weights(Mapping[str, torch.Tensor]):
     """Tensors by name, read and converted at each access and not kept.
 
-    Whoever builds a model takes each name once: then no more than one tensor exists twice at any time.
+    A model that takes each name once never has more than one tensor twice in memory.
     """
 
     def __init__(self, reader: TensorReader, dtype: torch.dtype) -> None:
@@ -47,7 +50,7 @@ class Checkpoint:
 
 
 def open_checkpoint(source: ModelSource, dtype: torch.dtype) -> Checkpoint:
-    """Reads the headers, checks every name and shape, and leaves the data on disk.
+    """Read the headers and check every name and shape; the data stays on disk.
 
     Raises ModelFileError for damaged, incomplete or unsupported checkpoints.
     """
@@ -57,9 +60,41 @@ def open_checkpoint(source: ModelSource, dtype: torch.dtype) -> Checkpoint:
     else:
         config = read_config(source.path)
         reader = SafetensorsFolder(source.path)
-    if config.gemma3 is not None:
-        reader = Gemma3Tensors(reader, norm_offset=0.0 if source.format is ModelFormat.GGUF else 1.0)
+    if config.model_type == "gemma3":
+        reader = _Gemma3Tensors(reader, norm_offset=0.0 if source.format is ModelFormat.GGUF else 1.0)
     if has_head_of_its_own(config, reader):
         config = replace(config, tie_word_embeddings=False)
     check_layout(source.path, config, reader)
     return Checkpoint(config, Weights(reader, dtype))
+
+
+class _Gemma3Tensors:
+    """The tensors of the text part; norms are the factors 1 + w, in float32 whatever the model's type.
+
+    Checkpoints of models that also read images keep the text part under a prefix, which differs between versions of
+    transformers. Safetensors hold w (`norm_offset` 1), GGUF files 1 + w (0); near one, bfloat16 would lose most of w.
+    """
+
+    def __init__(self, reader: TensorReader, norm_offset: float) -> None:
+        self._reader = reader
+        self._norm_offset = norm_offset
+        self._stored = {_text_name(name): name for name in reader.shapes if not _PICTURES.match(name)}
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: reader.shapes[stored] for name, stored in self._stored.items()
+        }
+
+    def file_of(self, name: str) -> Path:
+        return self._reader.file_of(self._stored[name])
+
+    def load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        if not name.endswith("norm.weight"):
+            return self._reader.load(self._stored[name], dtype)
+        return self._reader.load(self._stored[name], torch.float32) + self._norm_offset
+
+
+def _text_name(name: str) -> str:
+    match = _TEXT_PREFIX.match(name)
+    if match is None:
+        return name
+    inner = name[match.end() :]
+    return inner if inner.startswith("lm_head.") else f"model.{inner}"

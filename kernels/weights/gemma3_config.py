@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from kernels.config import Gemma3Shape
 from kernels.errors import ModelFileError
 
 _DEFAULTS: dict[str, Any] = {
@@ -23,14 +22,14 @@ _DEFAULTS: dict[str, Any] = {
     "rope_local_base_freq": 10_000.0,
     "hidden_activation": "gelu_pytorch_tanh",
 }
-"""transformers' own: it writes out what differs from them, and published configs leave many away."""
+"""transformers' defaults. It writes only fields that differ from them, and published configs omit many."""
 
 _PATTERN = 6
 _KINDS = ("sliding_attention", "full_attention")
 
 
 def with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """The text part with nothing left away, and with the rotary fields of its full-attention layers at the top."""
+    """The text part with all defaults filled in and the rotary fields of full attention at the top level."""
     full = _DEFAULTS | {name: value for name, value in raw.items() if value is not None}
     parameters = _object(path, full, "rope_parameters")
     local = parameters.get("sliding_attention") or {}
@@ -51,7 +50,7 @@ def _object(path: Path, raw: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def text_part(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """Of a model that also reads pictures: its text runs the same without any."""
+    """The text part of a model that also reads images; text runs the same without them."""
     text = raw.get("text_config")
     if not isinstance(text, dict):
         raise ModelFileError(f"{path}: text_config is {text!r:.100}; it must be an object")
@@ -59,8 +58,8 @@ def text_part(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
     return {**text, **outer, "model_type": "gemma3_text"}
 
 
-def read_shape(path: Path, full: dict[str, Any]) -> Gemma3Shape:
-    """From what `with_defaults` gives."""
+def read_fields(path: Path, full: dict[str, Any]) -> dict[str, Any]:
+    """The fields of ModelConfig that only Gemma 3 has, from what `with_defaults` gives."""
     values = {
         name: full[name] for name in ("sliding_window", "rope_local_base_freq", "query_pre_attn_scalar")
     }
@@ -68,13 +67,23 @@ def read_shape(path: Path, full: dict[str, Any]) -> Gemma3Shape:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise ModelFileError(f"{path}: {name} is {value!r}; it must be a positive number")
     window = int(values["sliding_window"])
-    return Gemma3Shape(
-        layer_windows=tuple(
-            window if kind == "sliding_attention" else None for kind in _layer_types(path, full)
-        ),
-        local_rope_theta=float(values["rope_local_base_freq"]),
-        attention_scale=float(values["query_pre_attn_scalar"]) ** -0.5,
-    )
+    windows = tuple(window if kind == "sliding_attention" else None for kind in _layer_types(path, full))
+    return family_fields(full["hidden_size"]) | {
+        "layer_windows": windows,
+        "local_rope_theta": float(values["rope_local_base_freq"]),
+        "attention_scale": float(values["query_pre_attn_scalar"]) ** -0.5,
+    }
+
+
+def family_fields(hidden_size: int) -> dict[str, Any]:
+    """The fields of ModelConfig that follow from the family."""
+    return {
+        "qk_norm": True,
+        "embedding_scale": hidden_size**0.5,
+        "activation": "gelu_tanh",
+        "has_post_norms": True,
+        "has_float32_norms": True,
+    }
 
 
 def _layer_types(path: Path, full: dict[str, Any]) -> list[str]:

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kernels.config import Gemma3Shape, ModelConfig, RopeScaling
+from kernels.config import ModelConfig, RopeScaling
 from kernels.errors import ModelFileError
+from kernels.weights import gemma3_config
 from kernels.weights.gguf_file import GgufFile
 from kernels.weights.hugging_face import check_heads
 
@@ -51,11 +53,9 @@ def read_config(file: GgufFile, rope_factors: npt.NDArray[np.float32] | None) ->
         rope_scaling=_rope_scaling(keys, head_dim, rope_factors),
         tie_word_embeddings="output.weight" not in file.tensors,
         qkv_bias=arch == "qwen2",
-        qk_norm=arch in ("qwen3", "gemma3"),
-        sliding_window=None if arch == "gemma3" else keys.optional_integer("attention.sliding_window"),
-        gemma3=_gemma3(keys) if arch == "gemma3" else None,
         eos_token_ids=_eos_token_ids(file),
         bos_token_id=_token_id(file, "tokenizer.ggml.bos_token_id"),
+        **(_gemma3_fields(keys) if arch == "gemma3" else _other_fields(keys)),
     )
     check_heads(file.path, config)
     return config
@@ -107,8 +107,8 @@ class _Keys:
         return None if value in (None, 0) else self.integer(name)
 
 
-def _gemma3(keys: _Keys) -> Gemma3Shape:
-    """Files say no more than the window; pattern, local theta and the 27B model's scale are llama.cpp's constants."""
+def _gemma3_fields(keys: _Keys) -> dict[str, Any]:
+    """Files give only the window; pattern, local theta and the 27B model's scale are llama.cpp's constants."""
     num_layers, num_heads = keys.integer("block_count"), keys.integer("attention.head_count")
     hidden_size = keys.integer("embedding_length")
     window, period = (
@@ -117,11 +117,19 @@ def _gemma3(keys: _Keys) -> Gemma3Shape:
     )
     per_head = hidden_size // num_heads
     is_27b = num_layers == 62
-    return Gemma3Shape(
-        layer_windows=tuple(window if (layer + 1) % period else None for layer in range(num_layers)),
-        local_rope_theta=keys.number("rope.freq_base_swa", 10000.0),
-        attention_scale=(per_head if is_27b else keys.integer("attention.key_length", per_head)) ** -0.5,
-    )
+    return gemma3_config.family_fields(hidden_size) | {
+        "layer_windows": tuple(window if (layer + 1) % period else None for layer in range(num_layers)),
+        "local_rope_theta": keys.number("rope.freq_base_swa", 10000.0),
+        "attention_scale": (per_head if is_27b else keys.integer("attention.key_length", per_head)) ** -0.5,
+    }
+
+
+def _other_fields(keys: _Keys) -> dict[str, Any]:
+    fields: dict[str, Any] = {"qk_norm": keys.arch == "qwen3"}
+    window = keys.optional_integer("attention.sliding_window")
+    if window is not None:
+        fields["layer_windows"] = (window,) * keys.integer("block_count")
+    return fields
 
 
 def _vocab_size(file: GgufFile) -> int:
@@ -156,7 +164,7 @@ def _rope_scaling(
 
 
 def _llama3_scaling(keys: _Keys, head_dim: int, found: npt.NDArray[np.float32]) -> RopeScaling:
-    """Recovers the parameters behind baked factors; those Llama 3.x models were published with are tried."""
+    """Recover the parameters that the factors were computed from, trying those of the published Llama 3.x models."""
     for original in (8192, 4096, 2048):
         scaling = RopeScaling("llama3", float(found.max()), 1.0, 4.0, original)
         expected = llama3_factors(scaling, keys.number("rope.freq_base", 10000.0), head_dim)
@@ -168,7 +176,7 @@ def _llama3_scaling(keys: _Keys, head_dim: int, found: npt.NDArray[np.float32]) 
 
 
 def llama3_factors(scaling: RopeScaling, theta: float, head_dim: int) -> npt.NDArray[np.float64]:
-    """[head_dim / 2]: by how much each frequency is divided (the Llama 3.1 release's formula)."""
+    """[head_dim / 2]: the divisor of each frequency (the Llama 3.1 release's formula)."""
     frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     wavelengths = 2 * np.pi / frequencies
     low, high = scaling.low_freq_factor, scaling.high_freq_factor

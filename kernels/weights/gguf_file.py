@@ -37,7 +37,7 @@ _U32, _U64 = _SCALARS[4], _SCALARS[10]
 
 @dataclass(frozen=True, slots=True)
 class LongArray:
-    """An array too long to keep (a vocabulary): only its length."""
+    """The length of an array that is too long to keep, such as a vocabulary."""
 
     length: int
 
@@ -97,7 +97,7 @@ class GgufFile:
 
 
 class _Cursor:
-    """Reads forward; never past the end."""
+    """Reads forward and never past the end."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path

@@ -65,7 +65,7 @@ class GgufTensors:
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         self._file = file
         self._config = config
-        layer_names = _LAYER_NAMES if config.gemma3 is None else _GEMMA3_LAYER_NAMES
+        layer_names = _GEMMA3_LAYER_NAMES if config.has_post_norms else _LAYER_NAMES
         self._infos: dict[str, TensorInfo] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for info in file.tensors.values():
@@ -90,7 +90,7 @@ class GgufTensors:
 
 
 def _hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
-    """Unknown names stay as they are; the layout check refuses them."""
+    """The Hugging Face name; unknown names are unchanged, and the layout check refuses them."""
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
     match = _LAYER.fullmatch(name)
@@ -142,14 +142,16 @@ def _dequantize(file: GgufFile, info: TensorInfo, dtype: torch.dtype) -> torch.T
 
 
 def _as_stored(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> npt.NDArray[np.generic]:
-    """Plain floats are viewed as such; quantized types stay bytes, as the gguf package takes them."""
+    """Floats as floats; quantized types as bytes, which the gguf package expects."""
     if kind is GGMLQuantizationType.F32:
-        return raw.view(np.float32).copy()  # a copy: the map is read-only and torch wants to own it
+        return raw.view(
+            np.float32
+        ).copy()  # a copy, because the map is read-only and torch needs writable memory
     return raw.view(np.float16) if kind is GGMLQuantizationType.F16 else raw
 
 
 def _unpermute(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Undoes the interleaving of each head's rotary pairs that llama.cpp's converter applies to q and k."""
+    """Undo the interleaving of each head's rotary pairs that llama.cpp's converter applies to q and k."""
     half = tensor.shape[0] // num_heads // 2
     rows = tensor.reshape(num_heads, half, 2, *tensor.shape[1:])
     return rows.transpose(1, 2).reshape(tensor.shape).contiguous()

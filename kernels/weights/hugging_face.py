@@ -14,11 +14,11 @@ _MAX_CONFIG_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceConfig:
-    """A config.json that can be read at all."""
+    """A config.json that is valid JSON."""
 
     path: Path
     raw: dict[str, Any]
-    """Of a Gemma 3 that also reads pictures only the text part."""
+    """Only the text part for a Gemma 3 that also reads images."""
 
     @property
     def foreign_field(self) -> str | None:
@@ -66,11 +66,9 @@ def read_config(folder: Path) -> ModelConfig:
         rope_scaling=rope_scaling,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=model_type == "qwen2",
-        qk_norm=model_type in ("qwen3", "gemma3"),
-        sliding_window=None if is_gemma3 else _sliding_window(path, raw),
-        gemma3=gemma3_config.read_shape(path, raw) if is_gemma3 else None,
         eos_token_ids=read_eos_token_ids(folder),
         bos_token_id=raw.get("bos_token_id"),
+        **(gemma3_config.read_fields(path, raw) if is_gemma3 else _other_fields(path, raw)),
     )
     check_heads(path, config)
     return config
@@ -127,7 +125,7 @@ def _number(path: Path, raw: dict[str, Any], name: str, *, default: float | None
 
 
 def _rope(path: Path, raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """transformers 5 writes rope_parameters; 4 wrote rope_theta beside an optional rope_scaling, which goes first."""
+    """transformers 5 writes rope_parameters; 4 wrote rope_theta and an optional rope_scaling, which wins."""
     parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(parameters, dict):
         raise ModelFileError(f"{path}: rope_parameters must be an object, not {type(parameters).__name__}")
@@ -152,14 +150,18 @@ def _rope(path: Path, raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     )
 
 
-def _sliding_window(path: Path, raw: dict[str, Any]) -> int | None:
-    if native_fields.uniform_window(raw) is None:
-        return None
-    return _integer(path, raw, "sliding_window")
+def _other_fields(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields of ModelConfig that are read differently for Gemma 3."""
+    fields: dict[str, Any] = {"qk_norm": raw["model_type"] == "qwen3"}
+    if native_fields.uniform_window(raw) is not None:
+        fields["layer_windows"] = (_integer(path, raw, "sliding_window"),) * _integer(
+            path, raw, "num_hidden_layers"
+        )
+    return fields
 
 
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Ids of generation_config.json first, then those that only config.json names."""
+    """The ids of generation_config.json first, then those that only config.json has."""
     sources = [_read_json(folder / "config.json")]
     if (folder / "generation_config.json").is_file():
         sources.insert(0, _read_json(folder / "generation_config.json"))

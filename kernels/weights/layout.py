@@ -1,19 +1,32 @@
 """Which tensors a model of a given shape has; a checkpoint that differs is refused before it is read."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from kernels.config import ModelConfig
 from kernels.errors import ModelFileError
-from kernels.weights.tensor_reader import TensorReader
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".self_attn.attn.bias")
 """Buffers that older checkpoints carry and that follow from the config."""
+
+
+class TensorReader(Protocol):
+    """Tensors of one checkpoint under Hugging Face names."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor, for messages."""
+        ...
+
+    def load(self, name: str, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -36,7 +49,7 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     kv_size = config.num_kv_heads * config.head_dim
     yield "input_layernorm.weight", (hidden,)
     yield "post_attention_layernorm.weight", (hidden,)
-    if config.gemma3 is not None:
+    if config.has_post_norms:
         yield "pre_feedforward_layernorm.weight", (hidden,)
         yield "post_feedforward_layernorm.weight", (hidden,)
     for name, size in (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)):
@@ -55,7 +68,7 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 def check_layout(path: Path, config: ModelConfig, reader: TensorReader) -> None:
     """Raises ModelFileError for a missing tensor, a wrong shape, or a tensor the model would ignore.
 
-    `path` is the checkpoint's; tensors that are there are named with their own file.
+    `path` is the checkpoint's; messages on existing tensors name the tensor's own file.
     """
     expected, found = expected_shapes(config), reader.shapes
     missing = [name for name in expected if name not in found]
@@ -81,9 +94,9 @@ def check_layout(path: Path, config: ModelConfig, reader: TensorReader) -> None:
 
 
 def has_head_of_its_own(config: ModelConfig, reader: TensorReader) -> bool:
-    """Whether a checkpoint that ties its head to the embedding holds another one, which then counts.
+    """Whether a checkpoint with tied embeddings holds a different head, which is then used.
 
-    So transformers has it since version 5. Both are read once, and only where both are there.
+    transformers does so since version 5. Both tensors are read once, and only if both exist.
     """
     if not config.tie_word_embeddings or not {LM_HEAD, EMBEDDING} <= reader.shapes.keys():
         return False

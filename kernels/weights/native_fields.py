@@ -1,4 +1,4 @@
-"""Which configs of the native families the native decoders compute. What they cannot, transformers can."""
+"""Which configs of the native families the native decoders can compute. Others run through transformers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": _WINDOWS | {"max_position_embeddings": 32_768, "num_key_value_heads": 32},
     "qwen3": _WINDOWS | {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
 }
-"""transformers' own, for fields that a config leaves away. Gemma 3 has its own table."""
+"""transformers' defaults for fields that a config omits. Gemma 3 has its own table."""
 
 NATIVE_ROPE_TYPES = ("default", "linear", "llama3")
 _ACTIVATIONS = {
@@ -27,13 +27,13 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
         *("attn_logit_softcapping", "final_logit_softcapping"),
     ),
 }
-"""What transformers reads of each family's config and the native decoders know one value of."""
+"""Fields of each family's config that transformers reads and of which the native decoders support one value."""
 
 
 def foreign_field(raw: Mapping[str, Any]) -> str | None:
-    """The first field, with its value, that asks for more than the native decoders compute.
+    """The first field, with its value, that the native decoders do not support; None if they support all.
 
-    `raw` is a config.json, of Gemma 3 the text part. Fields of the wrong type are left to whoever reads them.
+    `raw` is a config.json, for Gemma 3 its text part. The reader of a field checks its type.
     """
     if not is_family(raw):
         return f"model_type is {raw.get('model_type')!r:.100}"
@@ -46,7 +46,7 @@ def is_family(raw: Mapping[str, Any]) -> bool:
 
 
 def with_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A config of a family other than Gemma 3 with nothing left away that has a default."""
+    """The config with defaults filled in, for families other than Gemma 3."""
     return {**DEFAULTS[raw["model_type"]], **raw}
 
 
@@ -84,7 +84,7 @@ def _foreign_rope(name: str, parameters: Any, raw: Mapping[str, Any]) -> Iterato
 
 
 def _foreign_gemma3_rope(raw: Mapping[str, Any]) -> Iterator[str]:
-    """Rotations differ by kind of layer; transformers 4 wrote down only that of full attention, as rope_scaling."""
+    """Rotations differ by kind of layer; transformers 4 wrote only that of full attention, as rope_scaling."""
     parameters = raw.get("rope_parameters")
     by_kind = parameters if isinstance(parameters, dict) else {}
     yield from _foreign_rope("rope_parameters", raw.get("rope_scaling") or by_kind.get("full_attention"), raw)
@@ -103,7 +103,7 @@ def _mixed_windows(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _stray_window(raw: Mapping[str, Any]) -> Iterator[str]:
-    """Llama has no windows, but the cache that transformers makes for it would."""
+    """Llama has no windows, but the cache that transformers makes for it would apply one."""
     window, longest = raw.get("sliding_window"), with_defaults(raw)["max_position_embeddings"]
     reaches_all = isinstance(window, int) and isinstance(longest, int) and window >= longest
     if window is not None and not reaches_all and raw.get("use_sliding_window", True):
@@ -111,13 +111,13 @@ def _stray_window(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def qwen_layer_types(raw: Mapping[str, Any]) -> list[Any]:
-    """As transformers derives them for Qwen2 and Qwen3 where the config says none."""
+    """The kinds of layers; derived as in transformers if the config does not give them."""
     if raw.get("layer_types") is not None:
         return list(raw["layer_types"]) if isinstance(raw["layer_types"], list) else [raw["layer_types"]]
     full = with_defaults(raw)
     first, num_layers = full["max_window_layers"], full.get("num_hidden_layers")
     if not isinstance(num_layers, int) or not isinstance(first, int):
-        return ["full_attention"]  # whoever reads the number of layers says what is wrong with it
+        return ["full_attention"]  # the reader of the number of layers reports what is wrong with it
     has_window = full["use_sliding_window"] and full["sliding_window"] is not None
     return [
         "sliding_attention" if has_window and layer >= first else "full_attention"
@@ -126,7 +126,7 @@ def qwen_layer_types(raw: Mapping[str, Any]) -> list[Any]:
 
 
 def uniform_window(raw: Mapping[str, Any]) -> Any:
-    """The sliding_window of a config without foreign fields, None where no layer has one; its type is unchecked."""
+    """The sliding_window of a config without foreign fields, None if no layer has one; its type is unchecked."""
     if raw["model_type"] == "mistral":
         return with_defaults(raw)["sliding_window"]
     if raw["model_type"] not in ("qwen2", "qwen3"):

@@ -22,7 +22,7 @@ class _Slice(Protocol):
 
 
 class _Handle(Protocol):
-    """What safe_open gives; its own stubs are untyped."""
+    """What safe_open returns; its own stubs are untyped."""
 
     def keys(self) -> Iterable[str]: ...
 
@@ -71,7 +71,7 @@ class SafetensorsFolder:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """The name of the file that holds each tensor; empty for a folder whose only file needs no index."""
+    """The name of the file that holds each tensor; empty for a folder with a single file."""
     index = folder / _INDEX
     if not index.is_file():
         if not (folder / _SINGLE).is_file():

@@ -1,13 +1,13 @@
-"""What bit-identical results whatever shares the batch (level 2 of decision 0009) cost on the CPU.
+"""The cost on the CPU of results that are bit-identical in any batch (level 2 of decision 0009).
 
     python -m ops.bench.determinism [--model M] [--rows 1,4,8,16,64,256] [--contexts 1x250,64x250,8x4000] [--json]
 
-A model's bfloat16 matrices, each once, and its attention, one thread, best of several turns taken in turn:
+Measures a model's bfloat16 matrices, each once, and its attention, on one thread; the best of several runs counts:
 
-strict      our kernels: the sums of a row run in one order, whatever the rows beside it
-relaxed     the same tile with that rule dropped where dropping it can help, see relaxed_tile
+strict      our kernels: the sums of a row are taken in one order, whatever other rows there are
+relaxed     the same tile without that rule where this can help, see relaxed_tile
 onednn      torch's own product over re-ordered weights, which picks a kernel by the number of rows
-sdpa        torch's own attention over K and V that already lie in one piece; it pays for no block table
+sdpa        torch's own attention over contiguous K and V, without block tables
 
 The cost of the strict level is strict / relaxed: the same code with and without the rule. The others show whether the
 rule keeps us from using something faster that torch has: strict / fastest above 1 means that it does.
@@ -22,12 +22,13 @@ from typing import Any
 import torch
 
 from kernels.config import ModelConfig
-from kernels.kv_pool import KVPool
 from kernels.ops.cpu.features import cpu_kernels_supported
+from kernels.ops.cpu.product_choice import choose_bf16_product
 from kernels.ops.linear.packing import PANEL, pack_linear
-from kernels.ops.paged_attention.cpu_row import attend_row
-from kernels.registry import resolve_model
-from kernels.weights import open_checkpoint
+from kernels.runtime.kv_pool import KVPool
+from kernels.weights.checkpoint import open_checkpoint
+from kernels.weights.source import resolve_model
+from ops.bench.cpu_calls import attend_row
 from ops.bench.relaxed_tile import left_type, product
 
 BLOCK_SIZE = 32
@@ -37,7 +38,7 @@ Ways = Mapping[str, Callable[[], object]]
 
 
 def best_ms(ways: Ways, repeats: int = REPEATS) -> dict[str, float]:
-    """Of this thread's own time. The ways take turns, so that a busy moment of the machine meets all of them."""
+    """The best CPU time of this thread. The variants alternate, so that other load affects all of them."""
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(repeats):
         for name, run in ways.items():
@@ -48,7 +49,7 @@ def best_ms(ways: Ways, repeats: int = REPEATS) -> dict[str, float]:
 
 
 def matrix_shapes(config: ModelConfig) -> list[tuple[int, int]]:
-    """(outputs, inputs) of every matrix that a step multiplies with, the head included."""
+    """(outputs, inputs) of every matrix in a step, including the head."""
     attention = config.num_heads * config.head_dim
     qkv = attention + 2 * config.num_kv_heads * config.head_dim
     hidden, intermediate = config.hidden_size, config.intermediate_size
@@ -102,7 +103,7 @@ def measure_attention(config: ModelConfig, batch: int, context: int) -> dict[str
     ways["strict"] = strict
     for dtype in (torch.float32, torch.bfloat16):
         key, value = torch.randn(size).to(dtype), torch.randn(size).to(dtype)
-        # A group's heads become queries of their KV head: what is fastest here.
+        # A group's heads become queries of their KV head, which is fastest here.
         grouped = query.to(dtype).view(batch, config.num_kv_heads, -1, config.head_dim)
         ways[f"sdpa_{str(dtype).removeprefix('torch.')}"] = _sdpa(grouped, key, value)
     return best_ms(ways)
@@ -147,6 +148,7 @@ def main() -> int:
             "this processor takes the portable path, which does not promise level 2: there is nothing to compare"
         )
         return 1
+    choose_bf16_product()
     config = open_checkpoint(resolve_model(options.model), torch.bfloat16).config
     contexts = [
         (int(batch), int(context))

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from kernels.errors import OptionsError
-from kernels.gpu.bench import run_here
+from kernels.tools.gpu_bench import run_here
 
 TARGETS = {"decode": 0.70, "attention": 0.90, "prefill": 0.60}
 """Shares of the measured bandwidth, of the bandwidth at 8 K of context or more, and of the measured matrix rate."""

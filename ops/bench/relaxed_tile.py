@@ -1,8 +1,8 @@
-"""The bfloat16 product without the fixed order of its sums: what our own kernel would be if bits did not matter.
+"""The bfloat16 product without the fixed order of its sums: our own kernel if bits did not matter.
 
 A tile of few rows has few accumulators, and each waits for itself. Here such tiles sum even and odd inputs apart, in
 twice as many accumulators, and add the two at the end: quicker where the weights come from a cache, but a row is then
-rounded otherwise in a tile of 4 than in one of 12, which has no registers to spare. That is what level 2 forbids.
+rounded differently in a tile of 4 than in one of 12, which has no free registers. Level 2 forbids that.
 """
 
 # ruff: noqa: ARG001 -- Numba fixes the arguments of an intrinsic and of its generator
@@ -12,7 +12,7 @@ import torch
 from llvmlite import ir
 
 from kernels.ops.cpu.intrinsics import I64
-from kernels.ops.cpu.jit import intrinsic, types, unit
+from kernels.ops.cpu.jit import compiled_function, intrinsic, types
 from kernels.ops.cpu.product import Product, bf16_product
 from kernels.ops.cpu.tile import HEIGHTS, Tile, next_height
 from kernels.ops.cpu.tiles import bf16_tile_32
@@ -25,7 +25,7 @@ MOST_APART = 6
 
 class _TwoChains(Tile):
     def apart(self, a: Any, lda: Any, b: Any, ldb: Any, steps: Any) -> dict[Any, Any]:
-        """acc[row, vector] = Σ over steps, of which there must be an even number."""
+        """acc[row, vector] = Σ over an even number of steps."""
         builder = self.builder
         before = builder.block
         body, after = builder.function.append_basic_block("k2"), builder.function.append_basic_block("k2_end")
@@ -74,7 +74,7 @@ def _tile_of_two_chains(typing_context: Any, rows: Any, a: Any, lda: Any, b: Any
     return types.void(*[types.int64] * 6), generate
 
 
-@unit
+@compiled_function
 def _product_phase(
     strict: int, panels: int, num_panels: int, k: int, rows: int, a: int, lda: int, out: int
 ) -> None:
@@ -93,7 +93,7 @@ def _product_phase(
 
 
 def left_type() -> torch.dtype:
-    """Of the rows as the tile reads them on this processor."""
+    """The type of the rows that the tile reads on this processor."""
     return torch.float32 if bf16_product() is Product.FMA else torch.bfloat16
 
 

@@ -12,12 +12,12 @@ from dataclasses import asdict
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.kv_pool import KVPool
-from kernels.models.fused import FusedDecoder, fused_supported
-from kernels.models.step_profile import PartTime, measure_rates, profile_step
-from kernels.ops.cpu.product import Product, choose_product
-from kernels.registry import resolve_model
-from kernels.weights import open_checkpoint
+from kernels.models.cpu.decoder import FusedDecoder, fused_supported
+from kernels.ops.cpu.product_choice import choose_bf16_product
+from kernels.runtime.kv_pool import KVPool
+from kernels.weights.checkpoint import open_checkpoint
+from kernels.weights.source import resolve_model
+from ops.bench.step_parts import PartTime, measure_rates, profile_step
 
 _BLOCK_SIZE = 32
 _CHUNK_TOKENS = 512
@@ -43,7 +43,7 @@ def decode_batch(batch: int, context_tokens: int) -> ForwardBatch:
 
 
 def prefill_batch(prompt_tokens: int) -> ForwardBatch:
-    """The last chunk of one prompt."""
+    """A batch with the last chunk of one prompt."""
     count = min(prompt_tokens, _CHUNK_TOKENS)
     blocks = -(-prompt_tokens // _BLOCK_SIZE)
     positions = torch.arange(prompt_tokens - count, prompt_tokens)
@@ -73,8 +73,7 @@ def main() -> int:
     parser.add_argument("--prefill", type=int, metavar="TOKENS", help="profile a prompt's last chunk instead")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    if arguments.product:
-        choose_product(Product(arguments.product))
+    choose_bf16_product(arguments.product or "auto")
     if arguments.prefill:
         batches = {1: prefill_batch(arguments.prefill)}
     else:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kernels.registry import resolve_model
+from kernels.weights.source import resolve_model
 from service.cli.bench_report import note_spread, spread
 from service.cli.console import note, print_table
 from service.cli.workload import WorkloadRequest
@@ -22,8 +22,8 @@ def check(settings: Settings, *, num_workloads: int) -> None:
 
 def measure(settings: Settings, requests: Sequence[WorkloadRequest], naive_limit: int) -> dict[str, Any]:
     """`baseline_dtype` and `baselines`. Takes minutes and all cores: our engine must have stopped."""
-    from kernels.baseline import BaselineOptions  # takes seconds
-    from kernels.baseline_process import run_baselines_apart
+    # Here, because importing transformers takes seconds.
+    from kernels.tools.baseline import BaselineOptions, run_baselines_apart
 
     options = BaselineOptions(
         dtype="bfloat16" if settings.dtype == "auto" else settings.dtype,

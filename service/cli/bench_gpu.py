@@ -14,7 +14,7 @@ def gpu(*, as_json: bool) -> None:
     """Exit code 1 where there is nothing to measure: no CUDA device, or no Triton for it."""
     log_warnings()
     try:
-        from kernels.gpu.bench import run_here
+        from kernels.tools.gpu_bench import run_here
 
         report: dict[str, Any] = run_here()
     except ModuleNotFoundError as error:

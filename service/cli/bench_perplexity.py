@@ -122,8 +122,8 @@ def _cut(token_ids: list[int], opening: list[int], window_tokens: int) -> Iterat
 
 def _run(settings: Settings, dtype: str, quantization: str, windows: Windows) -> tuple[str, list[float]]:
     """The run's name by what was loaded, and each window's loss."""
-    from kernels.model_runner import ModelRunner  # takes seconds
-    from kernels.perplexity import score_windows
+    from kernels.runtime.model_runner import ModelRunner  # takes seconds
+    from kernels.tools.perplexity import score_windows
 
     runner = load(settings.model_copy(update={"dtype": dtype, "quantization": quantization}))
     assert isinstance(runner, ModelRunner), "the settings name a model"

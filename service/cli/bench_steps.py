@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from kernels.bench import bench_decode, bench_prefill
 from kernels.errors import OptionsError
 from kernels.runner import Quantization, Runner
+from kernels.tools.bench import bench_decode, bench_prefill
 from service.cli.console import log_warnings, print_json, print_table
 from service.engine.build import load
 from service.errors import SettingsError

@@ -81,7 +81,7 @@ def _model(settings: Settings) -> Finding:
     if settings.engine == "deterministic":
         return Finding("model", Verdict.OK, "deterministic engine: no model needed")
     from kernels.errors import KernelsError
-    from kernels.registry import resolve_model
+    from kernels.weights.source import resolve_model
     from service.text import load_tokenizer
 
     try:

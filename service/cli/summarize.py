@@ -69,6 +69,6 @@ def local_tokenizer(settings: Settings) -> Tokenizer:
     """The served model's, from this machine's files: prompts are measured before they are sent."""
     if settings.engine == "deterministic":
         return load_tokenizer(None)
-    from kernels.registry import resolve_model
+    from kernels.weights.source import resolve_model
 
     return load_tokenizer(resolve_model(settings.model).path)

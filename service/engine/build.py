@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from kernels.deterministic import DeterministicOptions, DeterministicRunner, StepTime
-from kernels.runner import Runner, RunnerOptions, load_runner
+from kernels.runner import Runner, RunnerOptions
 from scheduler.config import ClassTargets, Policy, SchedulerConfig
 from scheduler.scheduler import Scheduler
 from scheduler.spec import RequestUpdate, ServiceClass
@@ -34,6 +34,9 @@ def load(settings: Settings) -> Runner:
                 step_time=StepTime(step_s=settings.deterministic_step_ms / 1000),
             )
         )
+    from kernels.loading import load_runner  # here, because torch takes seconds
+    from kernels.memory import release_free_memory
+
     runner = load_runner(
         RunnerOptions(
             model=settings.model,
@@ -50,8 +53,6 @@ def load(settings: Settings) -> Runner:
         )
     )
     runner.warmup()
-    from kernels.memory import release_free_memory
-
     release_free_memory()
     return runner
 

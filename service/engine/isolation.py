@@ -3,8 +3,8 @@
 import time
 from dataclasses import replace
 
-from kernels.last_tokens import PREDECESSOR_FAILED
 from kernels.runner import Runner
+from kernels.runtime.last_tokens import PREDECESSOR_FAILED
 from scheduler.plan import RowResult, StepPlan, StepResult
 from service.errors import InternalError
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from kernels.registry import resolve_model
+from kernels.weights.source import resolve_model
 from service.admin import AdminServer, watch_loop_lag
 from service.engine import start_step_thread
 from service.errors import InternalError

@@ -1,4 +1,4 @@
-"""A config.json of a small Llama, with some fields other or gone."""
+"""Writes a config.json of a small Llama with some fields changed or removed."""
 
 import json
 from pathlib import Path

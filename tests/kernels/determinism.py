@@ -1,4 +1,4 @@
-"""Serves requests through the real Scheduler and Runner under chosen circumstances, and keeps every row of logits."""
+"""Serves requests through the real Scheduler and Runner under given circumstances, and keeps every row of logits."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from kernels.kv_pool import bytes_per_block
-from kernels.model_loading import load_model_runner
-from kernels.model_runner import ModelRunner
-from kernels.registry import resolve_model
+from kernels.loading import load_runner
 from kernels.runner import RunnerOptions
-from kernels.sampling import Sampler
-from kernels.weights import open_checkpoint
+from kernels.runtime.kv_pool import bytes_per_block
+from kernels.runtime.model_runner import ModelRunner
+from kernels.sampling.cpu.sampler import Sampler
+from kernels.weights.checkpoint import open_checkpoint
+from kernels.weights.source import resolve_model
 from scheduler.config import SchedulerConfig
 from scheduler.plan import RowResult, SamplingParams, ScheduledRow, StepPlan
 from scheduler.scheduler import Scheduler
@@ -21,11 +21,11 @@ from scheduler.spec import RequestSpec
 from scheduler.stats import SchedulerStats
 
 Logits = Mapping[tuple[int, int], bytes]
-"""By request and position of the token chosen from them."""
+"""Keyed by request and position of the token chosen from them."""
 
 
 class RecordingSampler(Sampler):
-    """The product's sampler; the rows it chooses from are kept as they came."""
+    """The product's sampler; keeps the rows of logits that it gets."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size)
@@ -39,13 +39,13 @@ class RecordingSampler(Sampler):
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that are there at once."""
+    """Requests that are submitted at once."""
 
     prompts: Sequence[Sequence[int]]
     max_tokens: int
 
     def sampling(self, number: int) -> SamplingParams:
-        """Greedy and drawn, with and without penalties; a request's own whoever is beside it."""
+        """Greedy and random, with and without penalties; depends only on the request, not on others in the batch."""
         return SamplingParams(
             seed=1000 + number,
             temperature=0.8 * (number % 2),
@@ -59,7 +59,7 @@ class Circumstances:
     """All that a request's tokens must not depend on."""
 
     chunk_tokens: int = 512
-    """The step's token budget: prompts are cut to fit."""
+    """The step's token budget; prompts are cut into chunks to fit."""
     num_threads: int = 1
     num_blocks: int = 512
     prefix_caching: bool = False
@@ -74,7 +74,7 @@ class Served:
 
 
 def load(model: str, circumstances: Circumstances, **options: Any) -> ModelRunner:
-    """On the CPU, with a pool of exactly the blocks that are asked for."""
+    """Load on the CPU, with a pool of exactly the requested number of blocks."""
     base = RunnerOptions(
         model,
         device="cpu",
@@ -87,7 +87,7 @@ def load(model: str, circumstances: Circumstances, **options: Any) -> ModelRunne
     chosen = replace(base, **options)
     source, dtype = resolve_model(model), getattr(torch, chosen.dtype)
     block_bytes = bytes_per_block(open_checkpoint(source, dtype).config, chosen.block_size, dtype)
-    runner = load_model_runner(replace(chosen, kv_cache_bytes=circumstances.num_blocks * block_bytes), source)
+    runner = load_runner(replace(chosen, kv_cache_bytes=circumstances.num_blocks * block_bytes))
     assert runner.num_blocks == circumstances.num_blocks
     return runner
 
@@ -95,7 +95,7 @@ def load(model: str, circumstances: Circumstances, **options: Any) -> ModelRunne
 def serve(
     runner: ModelRunner, load: Load, circumstances: Circumstances, numbers: Sequence[int] | None = None
 ) -> Served:
-    """Those of the requests whose `numbers` are given, together; all of them by default."""
+    """Serve the requests with these `numbers` together; all by default."""
     sampler = RecordingSampler(runner.vocab_size)
     runner._sampler = sampler
     scheduler = Scheduler(
@@ -121,7 +121,7 @@ def serve(
         while len(plans) <= circumstances.num_lookahead_steps and (plan := scheduler.schedule(now_s)):
             plans.append(plan)
         result = runner.step(plans.popleft())
-        # As if every step took as long as any other: plans are then the same in every run.
+        # All steps seem to take the same time, so that plans are the same in every run.
         scheduler.update(replace(result, step_time_s=0.01), now_s)
         for update in scheduler.take_updates():
             assert update.error is None

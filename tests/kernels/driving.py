@@ -1,4 +1,4 @@
-"""Drives a Runner by hand: a scheduler reduced to what tests want to choose themselves."""
+"""Drives a Runner with a minimal scheduler whose decisions the test makes."""
 
 import random
 from collections import deque
@@ -26,7 +26,7 @@ class Generation:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: str | None = None
-    seat: int = -1
+    slot: int = -1
     blocks: tuple[int, ...] = ()
     num_computed: int = 0
     has_history: bool = False
@@ -48,7 +48,7 @@ class Generation:
 
 
 class Driver:
-    """Gives every request a seat and scattered blocks at once, decodes first, prompts in chunks."""
+    """Gives every request a slot and scattered blocks at once, decodes first, prompts in chunks."""
 
     def __init__(self, runner: Runner, *, chunk_tokens: int = 1 << 30, seed: int = 0) -> None:
         self.runner = runner
@@ -61,18 +61,18 @@ class Driver:
 
     def add(self, *generations: Generation) -> None:
         for generation in generations:
-            taken = {other.seat for other in self.running}
-            generation.seat = next(seat for seat in range(len(taken) + 1) if seat not in taken)
+            taken = {other.slot for other in self.running}
+            generation.slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
             num_blocks = -(-(len(generation.prompt) + generation.max_tokens) // self.runner.block_size)
             generation.blocks = tuple(self.free_blocks.pop() for _ in range(num_blocks))
             generation.num_computed, generation.has_history = 0, False
             self.running.append(generation)
 
     def remove(self, generation: Generation) -> None:
-        """Ends or preempts it: blocks and seat are free, what it has generated stays with it."""
+        """End or preempt a request: frees its blocks and slot, keeps what it has generated."""
         self.running.remove(generation)
         self.free_blocks.extend(generation.blocks)
-        self.released.append(generation.seat)
+        self.released.append(generation.slot)
 
     def plan(self) -> StepPlan:
         rows = [self._row(generation) for generation in self.running]
@@ -107,7 +107,7 @@ class Driver:
             generation.has_history = True
         return ScheduledRow(
             request_id=generation.request_id,
-            seat=generation.seat,
+            seat=generation.slot,
             token_ids=tuple(known[generation.num_computed : end]),
             num_computed_tokens=generation.num_computed,
             block_table=generation.blocks[: -(-end // self.runner.block_size)],
@@ -118,7 +118,7 @@ class Driver:
 
 
 def scheduler_for(runner: Runner, **settings: Any) -> Scheduler:
-    """One that plans for all of the runner's blocks."""
+    """A scheduler for all of the runner's blocks."""
     return Scheduler(
         SchedulerConfig(
             num_blocks=runner.num_blocks,
@@ -131,17 +131,17 @@ def scheduler_for(runner: Runner, **settings: Any) -> Scheduler:
 
 def updates_of(scheduler: Scheduler, runner: Runner) -> Iterator[RequestUpdate]:
     """Run until nothing is left, beginning each step in the order that the step thread does."""
-    out: deque[PendingStep] = deque()
+    in_flight: deque[PendingStep] = deque()
     now_s = 0.0
-    while scheduler.has_work or out:
+    while scheduler.has_work or in_flight:
         now_s += 0.01
-        while len(out) <= scheduler.config.num_lookahead_steps:
+        while len(in_flight) <= scheduler.config.num_lookahead_steps:
             plan = scheduler.schedule(now_s)
             if plan is None:
                 break
-            out.append(runner.begin(plan))
-        if out:
-            scheduler.update(out.popleft().wait(), now_s)
+            in_flight.append(runner.begin(plan))
+        if in_flight:
+            scheduler.update(in_flight.popleft().wait(), now_s)
         yield from scheduler.take_updates()
 
 
@@ -153,7 +153,7 @@ def generate(
     *,
     chunk_tokens: int = 1 << 30,
 ) -> list[Generation]:
-    """All prompts together in one batch from the first step on."""
+    """Generate for all prompts, together in one batch from the first step on."""
     per_prompt = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
     generations = [
         Generation(str(idx), prompt, max_tokens, params)

@@ -6,7 +6,7 @@ import pytest
 
 from kernels.errors import ModelNotFoundError
 from kernels.ops.cpu.features import cpu_kernels_supported
-from kernels.registry import ModelSource, resolve_model
+from kernels.weights.source import ModelSource, resolve_model
 
 needs_compiled_path = pytest.mark.skipif(
     not cpu_kernels_supported(quantized=True), reason="this processor has no AVX-512 with int8 dot products"

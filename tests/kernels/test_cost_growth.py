@@ -1,4 +1,4 @@
-"""What a step costs as context and output grow: memory touched, K/V read and memory kept, counted and not timed."""
+"""What a step costs as context and output grow: memory touched, K/V read and memory kept, counted, not timed."""
 
 import gc
 import tracemalloc
@@ -15,14 +15,15 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpreterBuilder
 
 from kernels.config import ModelConfig
-from kernels.gpu.checks.attention import AttentionCase, check_attention
-from kernels.gpu.kv_pool import GpuKVPool
-from kernels.kv_pool import KVPool, bytes_per_block
-from kernels.model_loading import pool_shape
-from kernels.model_runner import ModelRunner, PoolShape
-from kernels.models.decoder import DecoderModel
+from kernels.loading import make_decoder, pool_shape
+from kernels.models.cpu.decoder import FusedDecoder
 from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.runner import RunnerOptions
+from kernels.runtime.gpu.kv_pool import GpuKVPool
+from kernels.runtime.kv_pool import KVPool, bytes_per_block
+from kernels.runtime.model_runner import ModelRunner, PoolShape
+from kernels.sampling.cpu.sampler import Sampler
+from kernels.tools.checks.attention import AttentionCase, check_attention
 from kernels.weights.layout import expected_shapes
 from scheduler.plan import SamplingParams, ScheduledRow, StepPlan
 from tests.support.cost import count_calls, kept_bytes, peak_bytes
@@ -41,10 +42,16 @@ def make_runner(dtype: str) -> ModelRunner:
     torch.manual_seed(0)
     weights = {name: torch.randn(shape) * 0.1 for name, shape in expected_shapes(CONFIG).items()}
     pool = KVPool(CONFIG, CONTEXTS[-1] // BLOCK_SIZE, BLOCK_SIZE, getattr(torch, dtype))
-    model = DecoderModel(CONFIG, weights, pool, dtype=pool.dtype, num_threads=1)
-    assert model.is_fused == (dtype == "bfloat16")
+    model = make_decoder(CONFIG, weights, pool, dtype=pool.dtype, num_threads=1)
+    assert isinstance(model, FusedDecoder) == (dtype == "bfloat16")
     shape = PoolShape(pool.num_blocks, BLOCK_SIZE, CONTEXTS[-1])
-    return ModelRunner(model, shape, max_num_seqs=2, max_num_batched_tokens=64)
+    return ModelRunner(
+        model,
+        shape,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        make_sampler=lambda: Sampler(CONFIG.vocab_size),
+    )
 
 
 def step_of(context_tokens: int, num_tokens: int = 1) -> StepPlan:
@@ -58,7 +65,7 @@ def step_of(context_tokens: int, num_tokens: int = 1) -> StepPlan:
 
 
 def assert_affine(costs: Sequence[int], sizes: Sequence[int]) -> None:
-    """Something constant and the same for every further token."""
+    """Assert a constant cost plus the same cost for every further token."""
     rises = [
         (later - earlier) / (more - less)
         for (earlier, later), (less, more) in zip(pairwise(costs), pairwise(sizes), strict=True)
@@ -68,7 +75,7 @@ def assert_affine(costs: Sequence[int], sizes: Sequence[int]) -> None:
 
 
 class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of all that torch's operations take and give."""
+    """Counts the bytes of all inputs and outputs of torch's operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -85,7 +92,7 @@ class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.mark.parametrize("num_tokens", [1, 64], ids=["decode", "chunk"])
 def test_memory_touched_by_a_step_is_linear_in_its_context(num_tokens: int) -> None:
-    """On the portable path, whose every operation can be seen."""
+    """Measured on the portable path, all of whose operations can be observed."""
     runner, costs = make_runner("float32"), []
     for context in CONTEXTS:
         with _Traffic() as traffic:
@@ -132,7 +139,7 @@ def test_kv_read_by_the_gpu_kernels_is_linear_in_the_context(new_tokens: int, lo
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_nothing_is_left_behind_by_a_hundred_steps(dtype: str) -> None:
-    """A plan, a result or a row of logits that somebody keeps would be 200 bytes a step at the least."""
+    """A plan, a result or a row of logits that is kept would add at least 200 bytes per step."""
     runner = make_runner(dtype)
 
     def run(first: int, num_steps: int) -> None:
@@ -145,7 +152,7 @@ def test_nothing_is_left_behind_by_a_hundred_steps(dtype: str) -> None:
     try:
         run(513, 200)
         early = peak_bytes(run, 713, 8)
-        # Python and NumPy keep freed objects of each size for later, up to some number, in one stretch or another.
+        # Python and NumPy cache some freed objects of each size, at various times.
         kept = [kept_bytes(run, 721, 100) for _ in range(3)]
         late = peak_bytes(run, 713, 8)
     finally:

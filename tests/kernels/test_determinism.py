@@ -18,7 +18,7 @@ from tests.kernels.needs import needs_compiled_path
 from tests.kernels.tiny import make_model, save
 
 WIDE_WINDOW = "mistral_wide_window"
-"""Several of the kernel's segments of keys fit in."""
+"""A window that several of the kernel's segments of keys fit in."""
 COMPILED = ("llama", "llama3_rope", "mistral_window", WIDE_WINDOW, "qwen2", "qwen3", "gemma3")
 
 SHARED = [(5 * place) % 199 for place in range(70)]
@@ -55,7 +55,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 
 def alone(folder: Path, **options: str) -> Served:
-    """Each request by itself."""
+    """The logits of each request alone."""
     runner = load(str(folder), Circumstances(), **options)
     runs = [serve(runner, LOAD, Circumstances(), [number]) for number in range(len(LOAD.prompts))]
     tokens = {number: each for run in runs for number, each in run.tokens.items()}
@@ -64,7 +64,7 @@ def alone(folder: Path, **options: str) -> Served:
 
 
 def check_met(name: str, served: Served) -> None:
-    """The circumstance that is meant did come about."""
+    """Check that the intended circumstance did occur."""
     if "preemption" in name:
         assert served.stats.num_preemptions > 0
     if "prefix_hits" in name:
@@ -104,7 +104,7 @@ def differing(logits: Logits, expected: Logits) -> list[tuple[int, int]]:
 def test_level_1_tokens_are_equal_and_logits_nearly_on_the_portable_path(
     family: str, folders: Mapping[str, Path]
 ) -> None:
-    """In float32, where rounding is too small to turn any choice of these requests."""
+    """In float32, rounding is too small to change any choice of these requests."""
     expected = alone(folders[family], dtype="float32")
     for name, circumstances in CIRCUMSTANCES.items():
         served = serve(load(str(folders[family]), circumstances, dtype="float32"), LOAD, circumstances)
@@ -119,7 +119,7 @@ def test_level_1_tokens_are_equal_and_logits_nearly_on_the_portable_path(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equal_steps_give_equal_bits_on_any_path(dtype: str, folders: Mapping[str, Path]) -> None:
-    """The same plans in the same order, on as many threads: a run can be repeated."""
+    """The same plans in the same order on the same number of threads give the same results."""
     circumstances = Circumstances(chunk_tokens=48, num_threads=2)
     torch.set_num_threads(2)
     first, second = (
@@ -132,7 +132,7 @@ def test_equal_steps_give_equal_bits_on_any_path(dtype: str, folders: Mapping[st
 @needs_compiled_path
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "control_relaxed"])
 def test_control_without_the_fixed_order_a_rows_bits_depend_on_the_rows_beside_it(strict: bool) -> None:
-    """The product that ops/bench/determinism.py measures against ours: as good, and not to the bit."""
+    """The product that ops/bench/determinism.py compares with ours is as accurate but not bit-identical."""
     from ops.bench.relaxed_tile import product
 
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ LOAD = Load(
     ],
     max_tokens=3,
 )
-"""The last one reaches over the window of 512, and over the 512 keys of a span, of which layers share out their own."""
+"""The last one exceeds the window of 512 and the 512 keys of a span, so its layers share out different spans."""
 
 pytestmark = [pytest.mark.model, needs_compiled_path]
 

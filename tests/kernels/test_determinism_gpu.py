@@ -7,48 +7,48 @@ import pytest
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.gpu.checks.attention import make_batch, move_batch
-from kernels.gpu.checks.sampling import make_params
-from kernels.gpu.sampler import GpuSampler
-from kernels.gpu.step_inputs import StepInputs
 from kernels.ops.paged_attention.gpu import paged_attention
 from kernels.ops.store_kv.gpu import KVBlocks
+from kernels.runtime.gpu.step_inputs import StepInputs
+from kernels.sampling.gpu.sampler import GpuSampler
+from kernels.tools.checks.attention import make_batch, move_batch
+from kernels.tools.checks.sampling import make_params
 from scheduler.plan import RowResult, ScheduledRow
 
 CPU = torch.device("cpu")
-VOCAB, SEATS, BLOCK_SIZE, HEADS, KV_HEADS, HEAD_DIM = 70, 16, 16, 4, 2, 16
+VOCAB, SLOTS, BLOCK_SIZE, HEADS, KV_HEADS, HEAD_DIM = 70, 16, 16, 4, 2, 16
 
 
 def rows_of_all_kinds() -> list[ScheduledRow]:
     return [
         ScheduledRow(
-            f"r{seat}",
-            seat,
+            f"r{slot}",
+            slot,
             (1,),
-            40 + seat,
+            40 + slot,
             (0,),
             params,
             3,
             ((1, 2, 3), (4, 4, 5)) if params.needs_history else None,
         )
-        for seat, params in enumerate(make_params(VOCAB))
+        for slot, params in enumerate(make_params(VOCAB))
     ]
 
 
 def sample(logits: torch.Tensor, rows: list[ScheduledRow]) -> list[RowResult]:
-    """By a sampler that has seen nothing before."""
-    return GpuSampler(VOCAB, StepInputs(CPU, SEATS)).sample(logits, rows)
+    """Sample with a new sampler."""
+    return GpuSampler(VOCAB, StepInputs(CPU, SLOTS)).sample(logits, rows)
 
 
 def test_level_1_a_draw_depends_on_nothing_but_its_own_row() -> None:
-    """Bit for bit, log-probabilities included: alone, among others, in another order, at another seat."""
+    """Bit for bit, log-probabilities included: alone, among others, in another order, at another slot."""
     rows = rows_of_all_kinds()
     logits = 3 * torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(3))
     together = sample(logits, rows)
     order = list(reversed(range(len(rows))))
 
     assert sample(logits[order], [rows[idx] for idx in order])[::-1] == together
-    moved = [replace(row, seat=(row.seat + 5) % SEATS) for row in rows]
+    moved = [replace(row, seat=(row.seat + 5) % SLOTS) for row in rows]
     assert sample(logits, moved) == together
     for idx, row in enumerate(rows):
         assert sample(logits[idx : idx + 1], [row]) == [together[idx]]
@@ -64,7 +64,7 @@ def check_attention_alone(
     window: int | None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Each row's attention is equal to the bit alone and among its neighbours."""
+    """Each row's attention is bit-identical alone and among other rows."""
     generator = torch.Generator().manual_seed(4)
     batch, _ = make_batch(lengths, BLOCK_SIZE, sum(new == 1 for new, _ in lengths), generator)
     num_blocks = int(batch.block_tables.max()) + 3

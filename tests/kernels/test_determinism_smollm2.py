@@ -1,4 +1,4 @@
-"""Level 2 of ops/decisions/0009-determinism.md with the model that is served by default, restarts included."""
+"""Level 2 of ops/decisions/0009-determinism.md with the default model, including restarts."""
 
 import hashlib
 import os
@@ -16,14 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 SHARED = tuple((37 * place) % 49_000 for place in range(48))
 LOAD = Load(
     [
-        # Every other request begins like the others of its kind.
+        # Every other request shares its beginning with others.
         [
             *SHARED[: 48 * (number % 2)],
             *((1009 * number + 37 * place) % 49_000 for place in range(3 + 8 * (number % 16))),
         ]
         for number in range(32)
     ],
-    max_tokens=18,  # every request comes to need a further block
+    max_tokens=18,  # every request needs a further block at some point
 )
 LOOKED_AT = (0, 7, 15, 30)
 """Requests that are also run alone; one of them crosses a segment of 128 keys."""
@@ -37,7 +37,7 @@ def _needs_the_model() -> None:
 
 
 def digest(served: Served, numbers: tuple[int, ...] = LOOKED_AT) -> str:
-    """Of all logits of these requests, in order."""
+    """A hash of all logits of these requests, in order."""
     lines = sorted((place, line) for place, line in served.logits.items() if place[0] in numbers)
     assert lines
     return hashlib.sha256(

@@ -1,4 +1,4 @@
-"""Masks follow the text alone: not the steps it came in, not its neighbours, not what failed before."""
+"""Masks depend only on the text, not on the steps it came in, other rows or earlier failures."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from kernels import grammar
-from kernels.grammar import GrammarError, Grammars, GrammarSeats, TokenMask, TokenVocabulary
+from kernels.grammar import GrammarError, Grammars, GrammarSlots, TokenMask, TokenVocabulary
 from scheduler.plan import SamplingParams, ScheduledRow
 
 WORDS = ("the", "yes", "no", "ye", "es", '{"', '":', '", "', "ab", "aa", "1,", "true", "name", "\n ", "日")
@@ -36,11 +36,11 @@ def regex(pattern: str) -> str:
 
 
 def row(
-    text: str, generated: Sequence[int], *, first: bool, seat: int = 0, request_id: str = "r"
+    text: str, generated: Sequence[int], *, first: bool, slot: int = 0, request_id: str = "r"
 ) -> ScheduledRow:
     return ScheduledRow(
         request_id=request_id,
-        seat=seat,
+        seat=slot,
         token_ids=(generated[-1] if generated else 65,),
         num_computed_tokens=8 + len(generated),
         block_table=(0,),
@@ -60,24 +60,24 @@ def spelled(token_ids: Sequence[int]) -> list[bytes]:
 
 
 def test_a_mask_holds_every_token_that_goes_on_and_no_other(grammars: Grammars) -> None:
-    seats = GrammarSeats(grammars)
+    slots = GrammarSlots(grammars)
 
-    assert spelled(ids(seats.mask(row(regex("(yes|no)"), [], first=True)))) == [
+    assert spelled(ids(slots.mask(row(regex("(yes|no)"), [], first=True)))) == [
         b"n",
         b"y",
         b"yes",
         b"no",
         b"ye",
     ]
-    after_ye = seats.mask(row(regex("(yes|no)"), [TOKENS.index(b"ye")], first=False))
+    after_ye = slots.mask(row(regex("(yes|no)"), [TOKENS.index(b"ye")], first=False))
     assert spelled(ids(after_ye)) == [b"s"]
 
 
 def test_every_end_token_is_allowed_exactly_where_the_text_may_end(grammars: Grammars) -> None:
-    seats, text = GrammarSeats(grammars), regex("a(bb)?")
+    slots, text = GrammarSlots(grammars), regex("a(bb)?")
 
     at_start, after_a, after_ab, after_abb = (
-        set(ids(seats.mask(row(text, generated, first=True))))
+        set(ids(slots.mask(row(text, generated, first=True))))
         for generated in ([], [97], [97, 98], [97, 98, 98])
     )
 
@@ -95,14 +95,14 @@ def test_behind_an_end_only_ends_are_allowed_and_the_compiled_grammar_stays(
     grammars: Grammars, pattern: str, end: int
 ) -> None:
     """With look-ahead such a row is planned before its token is known, whether the text could have gone on or not."""
-    seats, text = GrammarSeats(grammars), regex(pattern)
+    slots, text = GrammarSlots(grammars), regex(pattern)
     grammars.prepare(text)
     compiled = grammars._templates[text].matcher
     generated = [97, 98]
     for _ in range(3):
-        mask = seats.mask(row(text, generated, first=len(generated) == 2))
-        again = seats.mask(row(text, generated, first=False))  # a step that is run once more
-        rebuilt = GrammarSeats(grammars).mask(row(text, generated, first=True))
+        mask = slots.mask(row(text, generated, first=len(generated) == 2))
+        again = slots.mask(row(text, generated, first=False))  # a step that is run once more
+        rebuilt = GrammarSlots(grammars).mask(row(text, generated, first=True))
         np.testing.assert_array_equal(mask.words, again.words)
         np.testing.assert_array_equal(mask.words, rebuilt.words)
         assert set(ids(mask)) >= EOS
@@ -121,11 +121,11 @@ def test_behind_an_end_only_ends_are_allowed_and_the_compiled_grammar_stays(
 def test_rebuilt_from_history_after_preemption_gives_the_same_masks(
     grammars: Grammars, pattern: str, choices: list[int]
 ) -> None:
-    text, seats, generated = regex(pattern), GrammarSeats(grammars), []
+    text, slots, generated = regex(pattern), GrammarSlots(grammars), []
     for choice in choices:
-        mask = seats.mask(row(text, generated, first=not generated))
-        rebuilt = GrammarSeats(grammars).mask(row(text, generated, first=True, seat=5))
-        again = seats.mask(row(text, generated, first=False))  # a step that is run once more
+        mask = slots.mask(row(text, generated, first=not generated))
+        rebuilt = GrammarSlots(grammars).mask(row(text, generated, first=True, slot=5))
+        again = slots.mask(row(text, generated, first=False))  # a step that is run once more
 
         np.testing.assert_array_equal(mask.words, rebuilt.words)
         np.testing.assert_array_equal(mask.words, again.words)
@@ -138,22 +138,22 @@ def test_rebuilt_from_history_after_preemption_gives_the_same_masks(
 
 
 def test_requests_that_share_a_grammar_do_not_share_a_state(grammars: Grammars) -> None:
-    seats, text = GrammarSeats(grammars), regex("a[bc]d|x")
-    seats.mask(row(text, [], first=True, seat=0, request_id="one"))
-    seats.mask(row(text, [], first=True, seat=1, request_id="two"))
+    slots, text = GrammarSlots(grammars), regex("a[bc]d|x")
+    slots.mask(row(text, [], first=True, slot=0, request_id="one"))
+    slots.mask(row(text, [], first=True, slot=1, request_id="two"))
 
-    assert spelled(ids(seats.mask(row(text, [97], first=False, seat=0, request_id="one")))) == [b"b", b"c"]
-    assert set(ids(seats.mask(row(text, [120], first=False, seat=1, request_id="two")))) == EOS
+    assert spelled(ids(slots.mask(row(text, [97], first=False, slot=0, request_id="one")))) == [b"b", b"c"]
+    assert set(ids(slots.mask(row(text, [120], first=False, slot=1, request_id="two")))) == EOS
 
 
-def test_a_seat_is_free_for_the_next_request_after_its_release(grammars: Grammars) -> None:
-    seats = GrammarSeats(grammars)
-    seats.mask(row(regex("ab"), [], first=True))
-    seats.release([0, 3])
+def test_a_slot_is_free_for_the_next_request_after_its_release(grammars: Grammars) -> None:
+    slots = GrammarSlots(grammars)
+    slots.mask(row(regex("ab"), [], first=True))
+    slots.release([0, 3])
 
-    assert spelled(ids(seats.mask(row(regex("cd"), [], first=True, request_id="next")))) == [b"c"]
+    assert spelled(ids(slots.mask(row(regex("cd"), [], first=True, request_id="next")))) == [b"c"]
     with pytest.raises(AssertionError, match="without history"):
-        seats.mask(row(regex("cd"), [99], first=False, seat=1))
+        slots.mask(row(regex("cd"), [99], first=False, slot=1))
 
 
 @pytest.mark.parametrize(
@@ -172,12 +172,12 @@ def test_a_seat_is_free_for_the_next_request_after_its_release(grammars: Grammar
 def test_tokens_that_break_the_grammar_are_an_error_of_that_row(
     grammars: Grammars, generated: list[int]
 ) -> None:
-    seats = GrammarSeats(grammars)
+    slots = GrammarSlots(grammars)
     with pytest.raises(GrammarError):
-        seats.mask(row(regex("ab"), generated, first=True))
+        slots.mask(row(regex("ab"), generated, first=True))
 
-    # Text that is forced has one spelling.
-    assert spelled(ids(seats.mask(row(regex("ab"), [], first=True, seat=1)))) == [b"ab"]
+    # Forced text has one tokenization.
+    assert spelled(ids(slots.mask(row(regex("ab"), [], first=True, slot=1)))) == [b"ab"]
 
 
 def test_bad_regex_or_grammar_is_an_error_and_kills_nothing(grammars: Grammars) -> None:
@@ -186,17 +186,17 @@ def test_bad_regex_or_grammar_is_an_error_and_kills_nothing(grammars: Grammars) 
             grammars.prepare(text)
         assert len(str(raised.value)) <= 200
         with pytest.raises(GrammarError):
-            GrammarSeats(grammars).mask(row(text, [], first=True))
+            GrammarSlots(grammars).mask(row(text, [], first=True))
     grammars.prepare(regex("fine"))
 
 
 def test_regex_of_a_million_copies_ends_its_row_after_a_bounded_time(grammars: Grammars) -> None:
-    seats, text, generated = GrammarSeats(grammars), regex("(a{1000}){1000}"), list[int]()
+    slots, text, generated = GrammarSlots(grammars), regex("(a{1000}){1000}"), list[int]()
     error, slowest_s = "", 0.0
     while not error and len(generated) < 200:
         started_s = time.thread_time()
         try:
-            seats.mask(row(text, generated, first=not generated))
+            slots.mask(row(text, generated, first=not generated))
         except GrammarError as failure:
             error = str(failure)
         slowest_s = max(slowest_s, time.thread_time() - started_s)
@@ -218,19 +218,19 @@ def test_a_grammar_that_is_slow_at_every_token_ends_its_own_row(
 ) -> None:
     monkeypatch.setattr(grammar, "CPU_BUDGET_S", -1.0)
     with pytest.raises(GrammarError, match="processor time"):
-        GrammarSeats(grammars).mask(row(regex("a+"), [], first=True))
+        GrammarSlots(grammars).mask(row(regex("a+"), [], first=True))
 
 
 def test_what_exhausts_a_lexer_is_not_inherited_by_the_next_request(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text, seats = regex("[a-z]+ok"), GrammarSeats(grammars)
+    text, slots = regex("[a-z]+ok"), GrammarSlots(grammars)
     grammars.prepare(text)
     compiled = grammars._templates[text].matcher
     with pytest.raises(GrammarError):
-        seats.mask(row(text, [48], first=True))
+        slots.mask(row(text, [48], first=True))
 
-    seats.mask(row(text, [], first=True))
+    slots.mask(row(text, [], first=True))
     assert grammars._templates[text].matcher is not compiled
 
 
@@ -262,7 +262,7 @@ def test_compiling_on_another_thread_while_the_step_thread_masks(grammars: Gramm
     thread = threading.Thread(target=compile_many)
     thread.start()
     masks = [
-        GrammarSeats(grammars).mask(row(regex(f"(a|b){{1,{number + 1}}}"), [97], first=True))
+        GrammarSlots(grammars).mask(row(regex(f"(a|b){{1,{number + 1}}}"), [97], first=True))
         for number in range(200)
     ]
     thread.join()
@@ -273,7 +273,7 @@ def test_compiling_on_another_thread_while_the_step_thread_masks(grammars: Gramm
 
 def test_a_row_with_a_grammar_but_no_vocabulary_is_an_error() -> None:
     with pytest.raises(GrammarError, match="vocabulary"):
-        GrammarSeats().mask(row(regex("a"), [], first=True))
+        GrammarSlots().mask(row(regex("a"), [], first=True))
     with pytest.raises(GrammarError, match="end-of-sequence"):
         Grammars(TokenVocabulary(TOKENS, frozenset()), len(TOKENS))
 

@@ -20,8 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kernels.registry import resolve_model
-from kernels.weights import Checkpoint, open_checkpoint
+from kernels.weights.checkpoint import Checkpoint, open_checkpoint
+from kernels.weights.source import resolve_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 199,
@@ -55,7 +55,7 @@ def _qwen2() -> PreTrainedModel:
 
 
 def _gemma3(**changes: Any) -> PreTrainedModel:
-    """Windows in four of six layers, an attention scale that is not the head size's."""
+    """Windows in four of six layers, and an attention scale that does not follow from the head size."""
     return Gemma3ForCausalLM(
         Gemma3TextConfig(
             **SIZES | {"num_hidden_layers": 6, "hidden_size": 72},

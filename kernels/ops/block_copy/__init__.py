@@ -1,0 +1,1 @@
+"""Copies of whole KV blocks. The CPU's form is `KVPool.copy_blocks`, two lines of torch."""

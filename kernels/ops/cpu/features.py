@@ -14,7 +14,7 @@ _NEEDED = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq"))
 
 @cache
 def processor_features() -> frozenset[str]:
-    """LLVM's names of those that Numba compiles for: this processor's, unless NUMBA_CPU_FEATURES says otherwise."""
+    """LLVM's names of the features that Numba compiles for: this processor's, unless NUMBA_CPU_FEATURES is set."""
     named: str | None = _config.CPU_FEATURES
     if named is not None:
         return frozenset(name[1:] for name in named.split(",") if name.startswith("+"))
@@ -23,6 +23,6 @@ def processor_features() -> frozenset[str]:
 
 @cache
 def cpu_kernels_supported(*, quantized: bool = False) -> bool:
-    """Whether this processor has AVX-512, for int8 with its dot product, and Numba may compile."""
+    """Whether this processor has AVX-512 (for int8 also VNNI) and Numba may compile."""
     needed = _NEEDED | ({"avx512vnni"} if quantized else set())
     return os.environ.get("NUMBA_DISABLE_JIT", "0") == "0" and needed <= processor_features()

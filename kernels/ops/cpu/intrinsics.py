@@ -11,7 +11,7 @@ I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntTy
 
 
 def pointer_to(element: Any) -> Any:
-    """A function from an address to a pointer at values of a Numba type."""
+    """A function that turns an address into a pointer to values of a Numba type."""
 
     @intrinsic
     def pointer(typing_context: Any, address: Any) -> Any:
@@ -27,7 +27,6 @@ f32 = pointer_to(types.float32)
 i64 = pointer_to(types.int64)
 i32 = pointer_to(types.int32)
 u16 = pointer_to(types.uint16)
-u32 = pointer_to(types.uint32)
 u8 = pointer_to(types.uint8)
 
 
@@ -53,7 +52,7 @@ def float_of(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
-    """Atomically add to an int64 and give what was there before."""
+    """Atomically add to an int64 and return its previous value."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], I64.as_pointer())

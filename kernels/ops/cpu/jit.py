@@ -1,7 +1,7 @@
 """How the CPU kernels are compiled: Numba with LLVM intrinsics, kept on disk, run without the GIL.
 
-Numba compiles a function again inside each of its callers. So the large pieces are `unit`s: compiled once, to a
-plain C function of int64 arguments, and called by address.
+Numba compiles a function again inside each of its callers. So the large pieces are compiled once, each to a plain C
+function of int64 arguments, and called by address.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from kernels.ops.cpu.product import bf16_product
 
 numba: Any = _numba
 types: Any = numba.types
-"""Numba is typed only in part."""
+"""Numba is only partly typed."""
 
 Float = Any
 """A float32 inside a kernel: numpy's scalars and Python's floats do not mix for a type checker."""
@@ -33,18 +33,18 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": _FAST_MATH, "error_model"
 _KEPT_VERSIONS = 8
 
 
-class Unit:
-    """A kernel compiled at its first use to `void function(int64, …)`; callable, or by `address` from a kernel."""
+class CompiledFunction:
+    """Compiled at its first use to `void function(int64, …)`. Python calls it directly, kernels through a call stub."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
         self.name = function.__name__
         self.source = Path(function.__code__.co_filename)
-        self.num_arguments = function.__code__.co_argcount
+        self.parameters = function.__code__.co_varnames[: function.__code__.co_argcount]
 
     @cached_property
     def _compiled(self) -> Any:
-        signature = types.void(*[types.int64] * self.num_arguments)
+        signature = types.void(*[types.int64] * len(self.parameters))
         return numba.cfunc(signature, cache=use_cache_folder(), **_OPTIONS)(self._function)
 
     @property
@@ -54,19 +54,19 @@ class Unit:
 
     @cached_property
     def _callable(self) -> Any:
-        return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * self.num_arguments)(self.address)
+        return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(self.parameters))(self.address)
 
     def __call__(self, *arguments: int) -> None:
         self._callable(*arguments)
 
 
-def unit(function: Callable[..., None]) -> Unit:
+def compiled_function(function: Callable[..., None]) -> CompiledFunction:
     """Compile on its own, all arguments int64."""
-    return Unit(function)
+    return CompiledFunction(function)
 
 
-def device(function: Callable[..., Any]) -> Any:
-    """Compile into whatever calls it: for small functions."""
+def jit_inline(function: Callable[..., Any]) -> Any:
+    """Compile into each caller: for small functions."""
     return numba.njit(**_OPTIONS)(function)
 
 
@@ -76,8 +76,8 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 
 
 @intrinsic
-def call(typing_context: Any, address: Any, *arguments: Any) -> Any:  # noqa: ARG001
-    """Call the unit at `address` with int64 arguments."""
+def _call(typing_context: Any, address: Any, *arguments: Any) -> Any:  # noqa: ARG001
+    """Call the compiled function at `address` with int64 arguments."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:  # noqa: ARG001
         integer = ir.IntType(64)
@@ -89,26 +89,36 @@ def call(typing_context: Any, address: Any, *arguments: Any) -> Any:  # noqa: AR
     return types.void(types.int64, types.StarArgTuple([types.int64] * len(arguments))), generate
 
 
-def _sources_digest() -> str:
+def call_stub(function: CompiledFunction) -> Any:
+    """A stub through which kernels call `function`: its address, then its arguments by name.
+
+    A missing or unknown argument is an error when the caller compiles.
+    """
+    names = ", ".join(function.parameters)
+    namespace: dict[str, Any] = {"_call": _call}
+    exec(f"def {function.name}(address, {names}):\n    _call(address, {names})\n", namespace)
+    return jit_inline(namespace[function.name])
+
+
+def _sources_fingerprint() -> str:
     root = Path(__file__).parents[2]
     sources = (
         *(root / "ops").glob("*/cpu*.py"),
         *(root / "ops" / "cpu").glob("*.py"),
-        *(root / "models").glob("fused_*.py"),
-        root / "models" / "step_layout.py",
+        *(root / "models" / "cpu").glob("*.py"),
     )
-    digest = hashlib.sha256()
+    fingerprint = hashlib.sha256()
     for source in sorted(sources):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:16]
+        fingerprint.update(source.read_bytes())
+    return fingerprint.hexdigest()[:16]
 
 
 @cache
 def use_cache_folder() -> bool:
-    """Whether there is one, in NUMBA_CACHE_DIR where that is set; without, every process compiles for itself."""
-    # Numba looks only at the unit's own file when it decides whether a cached kernel is stale, so
+    """Keep kernels in NUMBA_CACHE_DIR or the user's cache. False if neither is usable: each process compiles anew."""
+    # Numba looks only at the function's own file when it decides whether a cached kernel is stale, so
     # the folder's name is a hash of all kernel sources and says which product they were compiled for.
-    name = f"kernels-{_sources_digest()}-{bf16_product()}"
+    name = f"kernels-{_sources_fingerprint()}-{bf16_product()}"
     given = numba.config.CACHE_DIR
     own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tailrace"
     for folder in (Path(given),) if given else (own, Path(tempfile.gettempdir()) / f"tailrace-{os.getuid()}"):
@@ -120,7 +130,7 @@ def use_cache_folder() -> bool:
 
 
 def _is_ours_to_write(folder: Path) -> bool:
-    """Cached kernels are loaded as code: a folder that somebody else could write to is not used."""
+    """Cached kernels are loaded as code, so a folder that another user could write to is not used."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for each in (folder, folder.parent):

@@ -1,8 +1,8 @@
-"""Compiles a module's units in a process of its own, before this one loads them from the cache.
+"""Compiles a module's functions in a process of its own, before this one loads them from the cache.
 
 The code that Numba runs right after compiling and the code that it keeps come from the same source, but they are not
-bit for bit the same: sums round differently. If the first process of a machine ran the one and all later ones the
-other, a job that moves between them could continue with another token. So every process runs what was kept.
+bit for bit the same: sums round differently. If the first process of a machine ran the one and all later processes the
+other, a job that moves between them could continue with another token. So every process loads the kept code.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import llvmlite.binding as llvm
 
-from kernels.ops.cpu.jit import Unit, numba, use_cache_folder
+from kernels.ops.cpu.jit import CompiledFunction, numba, use_cache_folder
 from kernels.ops.cpu.product import bf16_product
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,8 +23,8 @@ TIMEOUT_S = 600.0
 _CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from kernels.ops.cpu.product import Product, choose_product
-choose_product(Product(sys.argv[3]))
+from kernels.ops.cpu.product import Product, set_bf16_product
+set_bf16_product(Product(sys.argv[3]))
 from kernels.ops.cpu.jit import numba
 numba.config.CACHE_DIR = sys.argv[2]
 import importlib
@@ -33,15 +33,15 @@ for name in sys.argv[5:]:
 """
 
 
-def precompile(module: str, units: Sequence[Unit]) -> None:
-    """Seconds at the first call on a machine, nothing later. Where it cannot be done, units compile when first used."""
+def precompile(module: str, functions: Sequence[CompiledFunction]) -> None:
+    """Takes seconds at the first call on a machine, no time later. If it fails, functions compile when first used."""
     if not use_cache_folder():
         return
     folder = Path(numba.config.CACHE_DIR)
-    marker = folder / f"ready-{_fingerprint(units)}"
+    marker = folder / f"ready-{_fingerprint(functions)}"
     if marker.exists():
         return
-    names = [unit.name for unit in units]
+    names = [function.name for function in functions]
     command = [sys.executable, "-c", _CHILD, str(ROOT), str(folder.parent), bf16_product(), module, *names]
     try:
         done = subprocess.run(
@@ -53,9 +53,9 @@ def precompile(module: str, units: Sequence[Unit]) -> None:
         marker.touch()
 
 
-def _fingerprint(units: Sequence[Unit]) -> str:
-    """Of what Numba's index asks about: each source and when it was written, the compiler and the processor."""
-    sources = [(unit.name, unit.source, unit.source.stat().st_mtime_ns) for unit in units]
+def _fingerprint(functions: Sequence[CompiledFunction]) -> str:
+    """A hash of what Numba's index compares: each source and when it was written, the compiler and the processor."""
+    sources = [(function.name, function.source, function.source.stat().st_mtime_ns) for function in functions]
     target = (numba.config.CPU_NAME or llvm.get_host_cpu_name(), numba.config.CPU_FEATURES)
     facts = (sources, numba.__version__, platform.python_version(), target)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

@@ -3,7 +3,7 @@
 The right-hand matrix lies in panels [k / pack, columns, pack], pack = 2 bfloat16 or 4 int8 per 32-bit lane, so one
 AVX-512 dot-product instruction does 16 columns × pack multiplications. 12 × 2 accumulators fill the register file
 and hide the instruction's latency; measured, the loop runs at the units' full rate. Where float32 multiplications are
-quicker than dot products of bfloat16 (see Product), each lane of the same panels is taken apart in registers.
+quicker than dot products of bfloat16 (see Product), each lane of the same panels is split in registers.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from llvmlite import ir
 
 from kernels.ops.cpu.intrinsics import F32, I32, I64
-from kernels.ops.cpu.jit import device
+from kernels.ops.cpu.jit import jit_inline
 from kernels.ops.cpu.product import Product
 from kernels.ops.cpu.vectors import FLOATS, INTS, LANES, BFloat, fma, number, prefetch_line, spread
 
@@ -22,10 +22,11 @@ MOST_INT8 = 6
 """An int8 tile holds a second, float32 set of accumulators."""
 
 
-@device
+@jit_inline
 def next_height(rows: int, most: int) -> int:
-    """How many of the `rows` left the next tile takes: one of HEIGHTS, at most `most`, and if it can be helped not
-    below 3, where the few accumulators wait for each other.
+    """How many of the remaining `rows` the next tile takes: one of HEIGHTS, at most `most`.
+
+    Heights below 3 are avoided where possible: so few accumulators wait for each other.
     """
     if rows >= most:
         return most
@@ -68,9 +69,9 @@ class Tile:
     def loop(
         self, a: Any, lda: Any, b: Any, ldb: Any, steps: Any, start: dict[Any, Any], ahead: Any = None
     ) -> dict[Any, Any]:
-        """acc[row, vector] = start + Σ over steps; leaves the builder behind the loop.
+        """acc[row, vector] = start + Σ over steps; leaves the builder after the loop.
 
-        ahead: distance from b to what will be read next, asked for as b is read.
+        ahead: distance from b to what is prefetched while b is read.
         """
         builder = self.builder
         before = builder.block
@@ -98,7 +99,7 @@ class Tile:
         return result
 
     def column_of(self, a: Any, step: Any) -> Any:
-        """Address of what a step reads of the first row."""
+        """The address that a step reads in the first row."""
         return self.builder.add(a, self.builder.shl(step, number(3 if self.product is Product.FMA else 2)))
 
     def add_products(self, a: Any, lda: Any, weights: list[Any], sums: dict[Any, Any]) -> dict[Any, Any]:
@@ -106,7 +107,7 @@ class Tile:
         return (self._add_widened if self.product is Product.FMA else self._add_dots)(a, lda, weights, sums)
 
     def _add_dots(self, a: Any, lda: Any, weights: list[Any], sums: dict[Any, Any]) -> dict[Any, Any]:
-        """By dot products of the lanes' pairs or fours."""
+        """Add dot products of the lanes' pairs or fours."""
         builder, integer = self.builder, self.product is Product.INT8
         operand = INTS if integer else _PAIRS
         dot = builder.module.declare_intrinsic(
@@ -124,7 +125,7 @@ class Tile:
         return result
 
     def _add_widened(self, a: Any, lda: Any, weights: list[Any], sums: dict[Any, Any]) -> dict[Any, Any]:
-        """Pairs of bfloat16 with two float32 of each row: first the even input's products, then the odd one's."""
+        """Multiply pairs of bfloat16 by two float32 of each row: first the even inputs, then the odd ones."""
         builder = self.builder
         even = [builder.shl(lanes, ir.Constant(INTS, [16] * LANES)) for lanes in weights]
         odd = [builder.and_(lanes, ir.Constant(INTS, [0xFFFF0000] * LANES)) for lanes in weights]
@@ -142,7 +143,7 @@ class Tile:
     def group_loop(
         self, a: Any, lda: Any, b: Any, steps: Any, groups: Any, offsets: Any, scales: Any, ahead: Any
     ) -> dict[Any, Any]:
-        """Float sums over groups, each an integer loop of its own; leaves the builder behind the loop."""
+        """Float sums over groups, each of which is an integer loop; leaves the builder after the loop."""
         builder = self.builder
         before = builder.block
         body, after = (
@@ -184,7 +185,7 @@ class Tile:
         return result
 
     def load_or_zero(self, c: Any, ldc: Any, add: Any) -> dict[Any, Any]:
-        """What the float accumulators start from: C where `add` is not 0, else 0."""
+        """The initial float accumulators: C if `add` is not 0, else 0."""
         builder = self.builder
         before = builder.block
         load, after = (

@@ -12,7 +12,7 @@ from kernels.ops.cpu.vectors import FLOATS, number
 
 @intrinsic
 def left_size(typing_context: Any) -> Any:
-    """Bytes of one number of the left-hand matrix, as the bfloat16 tiles read it: a constant of the compiled kernel."""
+    """Bytes of one number of the left-hand matrix as the bfloat16 tiles read it; a constant in the compiled kernel."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return number(left_bytes())
@@ -61,8 +61,7 @@ fetching_tile_16, fetching_tile_32 = _bf16_tile(1, fetching=True), _bf16_tile(2,
 """c[rows, 32] (+)= a[rows, 2 * steps] · b: arguments (rows, a, lda, b, ldb, steps, c, ldc, add), strides in bytes.
 
 a is bfloat16, 4-byte aligned, or float32 where the product is FMA (see left_size); b bfloat16 pairs and c float32,
-64-byte aligned; steps > 0;
-rows is one of HEIGHTS, `add` 0 or 1.
+64-byte aligned; steps > 0; rows is one of HEIGHTS; `add` is 0 or 1. fetching_tile_* prefetch `ahead` bytes ahead of b.
 """
 
 
@@ -97,7 +96,7 @@ def int8_tile_32(
             gains = tile.vectors_at(gain, FLOATS)
             tile.store(c, ldc, {cell: builder.fmul(total[cell], gains[cell[1]]) for cell in tile.cells()})
 
-        # The kernel around this serves both kinds of weights, and is compiled where only one can be.
+        # The calling kernel serves both kinds of weights and must also compile where int8 is not supported.
         if "avx512vnni" in processor_features():
             for_each_height(builder, rows, emit, MOST_INT8)
         return context.get_dummy_value()

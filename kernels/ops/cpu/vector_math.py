@@ -7,7 +7,7 @@ import numpy as np
 
 from kernels.ops.cpu.features import processor_features
 from kernels.ops.cpu.intrinsics import I16, float_of
-from kernels.ops.cpu.jit import Float, device, intrinsic, types
+from kernels.ops.cpu.jit import Float, intrinsic, jit_inline, types
 from kernels.ops.cpu.vectors import BFloat, rounded_bits
 
 
@@ -17,13 +17,13 @@ def to_bf16(typing_context: Any, x: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if "avx512bf16" not in processor_features():
-            # LLVM would call a function of a library that is not there.
+            # Otherwise LLVM would call a library function that does not exist here.
             return builder.trunc(rounded_bits(builder, arguments[0]), I16)
         return builder.bitcast(builder.fptrunc(arguments[0], BFloat()), I16)
 
     return types.uint16(types.float32), generate
 
 
-@device
+@jit_inline
 def from_bf16(half: int) -> Float:
     return float_of(np.uint32(half) << np.uint32(16))

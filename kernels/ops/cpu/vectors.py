@@ -1,6 +1,6 @@
 """Pieces that emit LLVM instructions over 16 float32 lanes, for the intrinsics of the CPU kernels.
 
-Emitted instructions carry no fast-math flags: what they round does not depend on where they are compiled into.
+Emitted instructions carry no fast-math flags, so their rounding does not depend on the function around them.
 NaN passes through all of them.
 """
 
@@ -45,7 +45,7 @@ def splat(value: float) -> Any:
 
 
 def spread(builder: Any, scalar: Any, vector: Any) -> Any:
-    """The scalar in every lane of a value of type `vector`."""
+    """A value of type `vector` with the scalar in every lane."""
     undefined = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
     return builder.shuffle_vector(first, undefined, ir.Constant(INTS, [0] * LANES))
@@ -56,7 +56,7 @@ def pointer(builder: Any, address: Any, kind: Any) -> Any:
 
 
 def element(builder: Any, base: Any, index: Any, size: int = 4) -> Any:
-    """Address of one of an array's elements of `size` bytes."""
+    """The address of an array's element; elements have `size` bytes."""
     return builder.add(base, builder.mul(index, number(size)))
 
 
@@ -75,12 +75,12 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def larger(builder: Any, challenger: Any, best: Any) -> Any:
-    """The larger of two; `best` where `challenger` is NaN."""
+    """The larger of the two; `best` if `challenger` is NaN."""
     return builder.select(builder.fcmp_ordered(">", challenger, best), challenger, best)
 
 
 def across(builder: Any, lanes: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
-    """All lanes combined into one scalar, halves first."""
+    """Combine all lanes into one scalar, halving them each time."""
     width = LANES // 2
     while width:
         order = [(lane + width) % LANES for lane in range(LANES)]
@@ -93,7 +93,7 @@ def across(builder: Any, lanes: Any, combine: Callable[[Any, Any, Any], Any]) ->
 
 
 def exp2(builder: Any, x: Any, terms: int = 5) -> Any:
-    """2^x of FLOATS, 0 for minus infinity; `terms` as in _POWERS."""
+    """2^x for FLOATS, 0 for minus infinity; `terms` as in _POWERS."""
     reduce = builder.module.declare_intrinsic(
         "llvm.x86.avx512.mask.reduce.ps.512", (), ir.FunctionType(FLOATS, [FLOATS, I32, FLOATS, I16, I32])
     )
@@ -115,7 +115,7 @@ def exp2(builder: Any, x: Any, terms: int = 5) -> Any:
 
 
 def to_bf16(builder: Any, lanes: Any) -> Any:
-    """16 bfloat16, rounded to nearest even, as 256 bits."""
+    """The lanes as 16 bfloat16 in 256 bits, rounded to nearest even."""
     if "avx512bf16" not in processor_features():
         return builder.trunc(rounded_bits(builder, lanes), ir.VectorType(I16, LANES))
     half = ir.VectorType(BFloat(), LANES)
@@ -144,7 +144,7 @@ def rounded_bits(builder: Any, values: Any) -> Any:
 def counted_loop(
     builder: Any, count: Any, start: list[Any], body: Callable[[Any, list[Any]], list[Any]], step: int = 1
 ) -> list[Any]:
-    """values = body(index, values) for index 0, step, … below `count`, which is positive; leaves the builder behind."""
+    """values = body(index, values) for index 0, step, … below `count`, which is positive. Leaves the builder after."""
     before = builder.block
     loop = builder.function.append_basic_block("loop")
     after = builder.function.append_basic_block("loop_end")
@@ -166,7 +166,7 @@ def counted_loop(
 
 
 def prefetch_line(builder: Any, address: Any) -> None:
-    """Emit: start loading the cache line at `address`, which need not be valid."""
+    """Start loading the cache line at `address`, which need not be valid."""
     byte = I8.as_pointer()
     function = builder.module.declare_intrinsic(
         "llvm.prefetch.p0", (), ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])

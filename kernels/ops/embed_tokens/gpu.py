@@ -1,12 +1,12 @@
-"""The embedding lookup on the GPU, for tokens that the host may not know yet: one program per piece of a line."""
+"""The embedding lookup on the GPU, for tokens that the host may not know yet: one program per piece of a row."""
 
 # ruff: noqa: N803  compile-time parameters are upper case, as everywhere in Triton
 
 import torch
 import triton.language as tl
 
-from kernels.gpu.jit import kernel
-from kernels.gpu.tuning import launch_config
+from kernels.ops.gpu.jit import kernel
+from kernels.ops.gpu.tuning import launch_config
 
 
 @kernel()
@@ -44,9 +44,9 @@ def embed_tokens(
     *,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Lines of `embedding` [vocab_size, hidden_size], times `scale`: [num_tokens, hidden_size].
+    """Rows of `embedding` [vocab_size, hidden_size], times `scale`: [num_tokens, hidden_size].
 
-    An id of -1 - seat is read from `ring` [num_seats, n] int32 at the seat and the token's position modulo n.
+    An id of -1 - slot is read from `ring` [num_slots, n] int32 at the slot and the token's position modulo n.
     """
     (num_tokens,) = token_ids.shape
     size = embedding.shape[1]

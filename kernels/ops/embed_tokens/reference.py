@@ -8,7 +8,10 @@ def embed_tokens_reference(
     embedding: torch.Tensor,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Lines of `embedding`; an id of -1 - seat stands for what `ring` has of that seat at the token's position."""
+    """Rows of `embedding` [vocab_size, hidden_size] for token_ids [num_tokens].
+
+    An id of -1 - slot stands for the token that `ring` [num_slots, n] has for the slot and the position modulo n.
+    """
     pending = token_ids < 0
     known = token_ids.clone()
     known[pending] = ring[-1 - token_ids[pending], positions[pending] % ring.shape[1]].long()

@@ -1,0 +1,1 @@
+"""Matrix products. On a GPU they are cuBLAS's, through `torch.nn.functional.linear`."""

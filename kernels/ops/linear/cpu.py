@@ -1,52 +1,48 @@
-"""Matrix products over packed weights, tile by tile, with what follows them done while the tile is in cache."""
-
-from collections.abc import Callable
+"""Matrix products over packed weights, tile by tile; what follows them is done while the tile is in cache."""
 
 import numpy as np
-import torch
 
 from kernels.ops.cpu.intrinsics import f32, i64, u16
-from kernels.ops.cpu.jit import device, unit
+from kernels.ops.cpu.jit import compiled_function, jit_inline
 from kernels.ops.cpu.product import Product, bf16_product
-from kernels.ops.cpu.tasks import done, draw, lone_phase, wait
+from kernels.ops.cpu.tasks import done, next_tile, wait
 from kernels.ops.cpu.tile import HEIGHTS, MOST_INT8, next_height
 from kernels.ops.cpu.tiles import fetching_tile_32, int8_tile_32, left_size
 from kernels.ops.cpu.vector_math import from_bf16
 from kernels.ops.linear.cpu_finish import add_32, gelu_mul_16, silu_mul_16, store_32
 from kernels.ops.linear.packing import PackedLinear
-from kernels.ops.rms_norm.cpu import quantize
 
 _PANELS, _BIAS, _SCALES, _OFFSETS, NUM_INPUTS, _NUM_OUTPUTS, _NUM_PANELS, NUM_GROUPS = range(8)
 LINEAR_BYTES = 64
-"""A PackedLinear as the kernels see it: eight int64, of which the first four are addresses, 0 where absent."""
+"""A PackedLinear as the kernels read it: eight int64. The first four are addresses, 0 if absent."""
 
 STORE, ADD, SILU_MUL, GELU_MUL = 0, 1, 2, 3
 """out = y; out += y; out = bfloat16(silu(gate) · up) of interleaved columns; the same with gelu in its tanh form."""
 
 _PASS_BYTES = 1 << 19
-"""Left-hand rows that all panels pass by before the next rows: they stay in a core's cache."""
+"""Left-hand rows that are multiplied by all panels before the next rows, so that they stay in a core's cache."""
 _MAX_ROWS_PER_TILE = 96
 _MANY_TILES = 64
-"""From so many on each is of two panels: rows are read once for both, and two of silu's fill a line of the output."""
+"""With this many tiles, each takes two panels: rows are read once for both, and silu fills whole cache lines."""
 _AHEAD = 4096
-"""How far in front of the weights that are being read the next are asked for; panels follow each other in memory."""
+"""Prefetch distance in bytes ahead of the weights that are read; panels are contiguous in memory."""
 _TILE_ROW_BYTES = 128
 _TILE_BYTES = HEIGHTS[-1] * _TILE_ROW_BYTES
 
 
 def scratch_bytes(num_inputs: int) -> int:
-    """Of a thread: a tile's results, and its rows in float32 where the tile reads them so."""
+    """Scratch per thread: a tile's results and, where the tile reads float32, its widened rows."""
     return _TILE_BYTES + (HEIGHTS[-1] * num_inputs * 4 if bf16_product() is Product.FMA else 0)
 
 
 def describe(linear: PackedLinear) -> tuple[int, ...]:
-    """The eight numbers of `linear`, which must outlive their use."""
+    """The record of `linear`, which must outlive the record's use."""
     tensors = (linear.panels, linear.bias, linear.scales, linear.offsets)
     addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     return (*addresses, linear.num_inputs, linear.num_outputs, linear.panels.shape[0], linear.num_groups)
 
 
-@device
+@jit_inline
 def _product(linear: int, panel: int, rows: int, a: int, lda: int, a_scales: int, tile: int) -> None:
     """tile[rows, 32] float32 = one panel's outputs, scales and bias applied."""
     field = i64(linear)
@@ -77,7 +73,7 @@ def _product(linear: int, panel: int, rows: int, a: int, lda: int, a_scales: int
                 y[column] += bias[column]
 
 
-@device
+@jit_inline
 def _widen(rows: int, a: int, lda: int, k: int, wide: int) -> None:
     """float32 wide[rows, k] from bfloat16 rows."""
     for row in range(rows):
@@ -86,13 +82,13 @@ def _widen(rows: int, a: int, lda: int, k: int, wide: int) -> None:
             value[i] = from_bf16(half[i])
 
 
-@device
+@jit_inline
 def _finish(mode: int, tile: int, rows: int, panel: int, num_outputs: int, out: int, ldo: int) -> None:
     if mode in (SILU_MUL, GELU_MUL):
         width = min(16, num_outputs // 2 - panel * 16)
         for row in range(rows):
             gate, target = tile + row * _TILE_ROW_BYTES, out + row * ldo + panel * 32
-            # The last panel's columns need not be all there: its results go through the tile.
+            # The last panel may have fewer columns: its results go through the tile.
             result_at = target if width == 16 else gate
             if mode == SILU_MUL:
                 silu_mul_16(gate, gate + 64, result_at)
@@ -116,7 +112,7 @@ def _finish(mode: int, tile: int, rows: int, panel: int, num_outputs: int, out: 
             store_32(at, goal)
 
 
-@unit
+@compiled_function
 def linear_phase(
     linear: int,
     mode: int,
@@ -144,7 +140,7 @@ def linear_phase(
     num_tiles = passes * groups * chunks
     scale_stride = field[NUM_GROUPS] * 4
     most = HEIGHTS[-1] if field[_SCALES] == 0 else MOST_INT8
-    number = draw(phase)
+    number = next_tile(phase)
     while number < num_tiles:
         chunk = number % chunks
         first_panel = number // chunks % groups * width
@@ -156,8 +152,8 @@ def linear_phase(
             height = next_height(end - row, most)
             left, stride = a + row * lda, lda
             if field[_SCALES] == 0 and left_size() == 4:
-                # Once for all panels of this tile, and again for the next ones: a twentieth of their product, while
-                # rows kept in float32 would be twice as much to read for every panel.
+                # Widened once for the panels of this tile and again for the next ones. That takes a twentieth of the
+                # product's time; rows kept in float32 would double what is read for every panel.
                 left, stride = scratch + _TILE_BYTES, k * 4
                 _widen(height, a + row * lda, lda, k, left)
             for panel in range(first_panel, last_panel):
@@ -165,49 +161,5 @@ def linear_phase(
                 _finish(mode, scratch, height, panel, num_outputs, out + row * ldo, ldo)
             row += height
         done(phase, num_tiles)
-        number = draw(phase)
+        number = next_tile(phase)
     wait(phase, num_tiles)
-
-
-def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-    """x [num_tokens, num_inputs] times the packed weight: [num_tokens, num_outputs] float32, on the caller's thread."""
-    return prepare_linear(x, packed)()
-
-
-def gate_up_silu_mul(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-    """silu(gate) · up of a weight from `pack_gate_up`: [num_tokens, num_outputs / 2] bfloat16."""
-    return prepare_linear(x, packed, SILU_MUL)()
-
-
-def gate_up_gelu_mul(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-    """gelu(gate) · up in its tanh form, otherwise as `gate_up_silu_mul`."""
-    return prepare_linear(x, packed, GELU_MUL)()
-
-
-def prepare_linear(x: torch.Tensor, packed: PackedLinear, mode: int = STORE) -> Callable[[], torch.Tensor]:
-    """The product as a call that can be repeated, its input converted beforehand."""
-    a, scales = (x.bfloat16().contiguous(), None) if packed.scales is None else quantize(x, packed.num_groups)
-    if mode in (SILU_MUL, GELU_MUL):
-        out = torch.empty(x.shape[0], packed.num_outputs // 2, dtype=torch.bfloat16)
-    else:
-        out = torch.empty(x.shape[0], packed.num_outputs, dtype=torch.float32)
-    description = torch.tensor(describe(packed), dtype=torch.int64)
-    scratch, phase = torch.empty(scratch_bytes(packed.num_inputs), dtype=torch.uint8), lone_phase()
-
-    def run() -> torch.Tensor:
-        phase.zero_()
-        linear_phase(
-            description.data_ptr(),
-            mode,
-            a.shape[0],
-            a.data_ptr(),
-            a.stride(0) * a.itemsize,
-            0 if scales is None else scales.data_ptr(),
-            out.data_ptr(),
-            out.stride(0) * out.itemsize,
-            scratch.data_ptr(),
-            phase.data_ptr(),
-        )
-        return out
-
-    return run

@@ -1,4 +1,4 @@
-"""What becomes of a tile's row: stored, added, silu(gate) · up, or gelu(gate) · up.
+"""What is done with a row of a tile: store, add, silu(gate) · up, or gelu(gate) · up.
 
 A loop over the columns would take up to a tenth as long as the product before it.
 """

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.ops.linear.arena import Arena
+from kernels.memory import Arena
 
 PANEL = 32
 """Output columns of a panel."""
@@ -66,7 +66,7 @@ def group_size(num_inputs: int) -> int:
 def pack_gate_up(
     gate: torch.Tensor, up: torch.Tensor, *, quantized: bool = False, arena: Arena | None = None
 ) -> PackedLinear:
-    """Gate and up [intermediate, hidden] in alternating runs of 16 rows: one panel holds both of 16 columns."""
+    """Pack gate and up [intermediate, hidden] in alternating runs of 16 rows: a panel holds both for 16 columns."""
     pad = -gate.shape[0] % 16
     halves = [
         torch.nn.functional.pad(half, (0, 0, 0, pad)).reshape(-1, 16, gate.shape[1]) for half in (gate, up)

@@ -1,0 +1,1 @@
+"""Causal attention over the blocks of each row."""

@@ -1,14 +1,14 @@
-"""Attention of a few queries over one row's blocks: each block is, as it lies, a right-hand matrix of the tile.
+"""Attention of a few queries over one row's blocks; each block is laid out as a right-hand matrix of the tile.
 
 Online softmax over segments of keys (Milakov and Gimelshein 2018; Dao et al. 2022), all heads of a KV head together.
-Spans of several segments start afresh and are merged in order: several threads may share a row's spans, and the sums
-round as on one.
+Spans of several segments are computed independently and merged in order, so that threads can share a row's spans and
+the sums are rounded as on one thread.
 """
 
 import numpy as np
 
 from kernels.ops.cpu.intrinsics import f32, i32, u16
-from kernels.ops.cpu.jit import device, unit
+from kernels.ops.cpu.jit import compiled_function, jit_inline
 from kernels.ops.cpu.product import left_bytes
 from kernels.ops.cpu.tiles import left_size
 from kernels.ops.cpu.vector_math import from_bf16
@@ -16,26 +16,26 @@ from kernels.ops.paged_attention.cpu_softmax import finish_row, merge_row
 from kernels.ops.paged_attention.cpu_span import SEGMENT, STRIP_BYTES, attend_span, part_bytes, part_fields
 
 MAX_QUERIES = 48
-"""Query rows (tokens × heads of a group) per call, if the group itself is not larger."""
+"""Query rows (tokens × heads of a group) per call, unless the group itself is larger."""
 ALL_SPANS = -1
 _SEGMENTS_PER_SPAN = 4
 
 
-@device
+@jit_inline
 def span_tokens(block_size: int) -> int:
-    """Keys whose softmax is computed on its own."""
+    """The number of keys in a span, whose softmax is computed independently."""
     return SEGMENT // block_size * block_size * _SEGMENTS_PER_SPAN
 
 
 def scratch_bytes(group: int, head_dim: int) -> int:
-    """Per thread: queries, scores and weights of a strip, the span's output and the output before it."""
+    """Scratch per thread: queries, scores and weights of a strip, the output of a span and of the spans before it."""
     rows = (max(MAX_QUERIES, group) + 1) // 2 * 2
     return rows * head_dim * left_bytes() + STRIP_BYTES + 2 * int(part_bytes.py_func(rows, head_dim)) + 64
 
 
-@device
+@jit_inline
 def _merge(rows: int, head_dim: int, output: int, part: int) -> None:
-    """Bring `output` together with the `part` of a later span."""
+    """Merge the `part` of a later span into `output`."""
     sums, peaks, _ = part_fields(output, rows, head_dim)
     others, other_peaks, _ = part_fields(part, rows, head_dim)
     for row in range(rows):
@@ -51,7 +51,7 @@ def _merge(rows: int, head_dim: int, output: int, part: int) -> None:
         )
 
 
-@device
+@jit_inline
 def _finish(rows: int, group: int, head_dim: int, output: int, out: int, out_stride: int) -> None:
     sums, _, _ = part_fields(output, rows, head_dim)
     for row in range(rows):
@@ -59,7 +59,7 @@ def _finish(rows: int, group: int, head_dim: int, output: int, out: int, out_str
         finish_row(output + row * head_dim * 4, sums + row * 64, head_dim, target)
 
 
-@device
+@jit_inline
 def _pack_queries(query: int, stride: int, num_tokens: int, width: int, packed: int) -> None:
     for token in range(num_tokens):
         source, target = u16(query + token * stride), packed + token * width * left_size()
@@ -73,7 +73,7 @@ def _pack_queries(query: int, stride: int, num_tokens: int, width: int, packed: 
                 half[i] = source[i]
 
 
-@unit
+@compiled_function
 def attend(
     query: int,
     query_stride: int,
@@ -111,7 +111,7 @@ def attend(
     first = 0 if window == 0 else max(0, position - window + 1)
     if span != ALL_SPANS:
         first, last = max(first, span * span_keys), min(last, (span + 1) * span_keys)
-    # Segments begin at the same keys whoever asks: their sums are rounded alike in every chunk and every batch.
+    # Segments always begin at the same keys, so that their sums are rounded alike in every chunk and batch.
     first -= first % (span_keys // _SEGMENTS_PER_SPAN)
     first_block = np.int64(i32(table)[first // block_size]) * block_stride
     for head in range(num_heads):
@@ -151,7 +151,7 @@ def attend(
             _finish(rows, group, head_dim, output, out + columns, query_stride)
 
 
-@unit
+@compiled_function
 def merge_parts(
     num_parts: int,
     parts: int,

@@ -31,7 +31,7 @@ def _first(builder: Any, lanes: Any) -> Any:
 
 @intrinsic
 def row_peak(typing_context: Any, scores: Any, count: Any) -> Any:
-    """Largest of `count` float32 (a positive multiple of 16, 64-byte aligned); NaN is passed over."""
+    """Largest of `count` float32 (a positive multiple of 16, 64-byte aligned); NaN is ignored."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         scores, count = arguments
@@ -48,7 +48,7 @@ def row_peak(typing_context: Any, scores: Any, count: Any) -> Any:
 
 @intrinsic
 def update_peaks(typing_context: Any, found: Any, scale: Any, peaks: Any, factors: Any) -> Any:
-    """Of 16 rows: peaks = larger of found * scale and peaks; factors = 2^(peaks before - peaks)."""
+    """For 16 rows: peaks = larger of found * scale and peaks; factors = 2^(previous peaks - peaks)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         found, scale, peaks, factors = arguments
@@ -103,7 +103,7 @@ def merge_row(
     part_peak: Any,
     size: Any,
 ) -> Any:
-    """Bring a row's float32 output[size], sums[16] and peak together with those of a later span of keys.
+    """Merge float32 output[size], sums[16] and peak of a later span of keys into those of a row.
 
     All are addresses; size is a positive multiple of 16; outputs and sums are 64-byte aligned.
     """

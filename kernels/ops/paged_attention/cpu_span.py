@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from kernels.ops.cpu.intrinsics import f32, float_of, i32, u16
-from kernels.ops.cpu.jit import Float, device
+from kernels.ops.cpu.jit import Float, jit_inline
 from kernels.ops.cpu.tile import HEIGHTS, next_height
 from kernels.ops.cpu.tiles import fetching_tile_16, fetching_tile_32, left_size
 from kernels.ops.paged_attention.cpu_softmax import row_peak, update_peaks, weigh_row
@@ -20,20 +20,20 @@ _PEAKS = STRIP * SEGMENT * 8
 _LOG2_E = np.float32(math.log2(math.e))
 
 
-@device
+@jit_inline
 def part_bytes(rows: int, head_dim: int) -> int:
-    """One span's unfinished output: of each row float32 outputs, 16 partial sums, and its peak and factor."""
+    """Size of one span's unfinished output: float32 outputs, 16 partial sums, peak and factor of each row."""
     return rows * (head_dim * 4 + 64) + (2 * (rows + 16) * 4 + 63) // 64 * 64
 
 
-@device
+@jit_inline
 def part_fields(part: int, rows: int, head_dim: int) -> tuple[int, int, int]:
     """Where the sums, peaks and factors of a part begin; 16 rows at a time are read and written."""
     sums = part + rows * head_dim * 4
     return sums, sums + rows * 64, sums + rows * 64 + (rows + 16) * 4
 
 
-@device
+@jit_inline
 def _times_keys(
     rows: int,
     queries: int,
@@ -46,7 +46,7 @@ def _times_keys(
     count: int,
     scores: int,
 ) -> None:
-    """scores[rows, count] = queries · keys, and more up to the end of a block; then the values are read."""
+    """scores[rows, count] = queries · keys, up to the end of the last block; prefetches the values."""
     block_ids = i32(table)
     block = keys + np.int64(block_ids[0]) * block_stride
     for offset in range(0, count, block_size):
@@ -82,7 +82,7 @@ def _times_keys(
         block = upcoming
 
 
-@device
+@jit_inline
 def _times_values(
     rows: int,
     weights: int,
@@ -132,13 +132,13 @@ def _times_values(
         )
 
 
-@device
+@jit_inline
 def _first_key(at: int, start: int, window: int) -> int:
     """First of the keys from `start` on that a query at position `at` sees."""
     return 0 if window == 0 else max(0, at - window + 1 - start)
 
 
-@device
+@jit_inline
 def _find_peak(scores: int, low: int, high: int, count: int) -> Float:
     """Largest of scores[low:high]; the others of `count` become minus infinity."""
     score = f32(scores)
@@ -149,7 +149,7 @@ def _find_peak(scores: int, low: int, high: int, count: int) -> Float:
     return row_peak(scores, count)
 
 
-@device
+@jit_inline
 def _softmax(
     rows: int,
     first_row: int,
@@ -178,7 +178,7 @@ def _softmax(
     for row in range(rows):
         at = position + (first_row + row) // group
         if at < start or _first_key(at, start, window) >= count:
-            # Sees none of these keys: a factor from no peak at all would be NaN.
+            # The row sees none of these keys: without a peak the factor would be NaN.
             blank = u16(weights + row * SEGMENT * left_size())
             for i in range(count * left_size() // 2):
                 blank[i] = np.uint16(0)
@@ -195,7 +195,7 @@ def _softmax(
             )
 
 
-@device
+@jit_inline
 def attend_span(
     rows: int,
     group: int,
@@ -215,7 +215,7 @@ def attend_span(
     scores: int,
     part: int,
 ) -> None:
-    """Queries in `packed` over the keys [first, last) to an unfinished output in `part`; `following` is read next."""
+    """Attend the queries in `packed` to the keys [first, last), unfinished, into `part`. Prefetches `following`."""
     sums, peaks, factors = part_fields(part, rows, head_dim)
     output, peak = f32(part), f32(peaks)
     for i in range(rows * head_dim + rows * 16):

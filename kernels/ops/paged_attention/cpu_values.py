@@ -1,4 +1,4 @@
-"""The product of attention weights with the values of several blocks, which the tile finds through the block table."""
+"""The product of attention weights with the values of several blocks, found through the block table."""
 
 # ruff: noqa: ARG001 -- Numba fixes the arguments of an intrinsic and of its generator
 from typing import Any
@@ -58,7 +58,7 @@ class _Walk:
             block = self._block(index)
             later = builder.add(first, self._block_steps)
             is_last = builder.icmp_signed(">=", later, self._steps)
-            # Behind the last block the table ends: its own entry is read instead.
+            # The table ends after the last block: the block's own entry is read instead.
             next_index = builder.select(is_last, index, builder.add(index, number(1)))
             ahead = builder.select(is_last, self._following, self._block(next_index))
             rest = builder.sub(self._steps, first)
@@ -115,5 +115,5 @@ value_tile_16, value_tile_32 = _value_tile(1), _value_tile(2)
 
 weights: a left-hand matrix as the tile reads it, [rows, 2 * steps], `stride` bytes apart; values: address of these
 columns in block 0, whose rows of two keys are `ldb` bytes apart, `block_steps` of them in a block; table: int32 block
-ids, as many as the steps need; following: what will be read next.
+ids, as many as the steps need; following: address to prefetch.
 """

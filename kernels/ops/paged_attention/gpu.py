@@ -5,7 +5,7 @@ import math
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.gpu.tuning import launch_config, next_power_of_two
+from kernels.ops.gpu.tuning import launch_config, next_power_of_two
 from kernels.ops.paged_attention.gpu_decode import paged_decode
 from kernels.ops.paged_attention.gpu_prefill import paged_prefill
 from kernels.ops.store_kv.gpu import KVBlocks
@@ -34,7 +34,7 @@ def paged_attention(
     num_rows, num_decode = batch.context_lens.shape[0], batch.num_decode_rows
     out = torch.empty_like(query)
     bucket = f"d{max(next_power_of_two(head_dim), 64)}"
-    # exp2 is what the hardware has; K's scale belongs to the product as well.
+    # In powers of two, because the hardware has exp2; includes the scale of K.
     scale_log2 = scale * kv.key_scale * math.log2(math.e)
     if num_decode:
         paged_decode(

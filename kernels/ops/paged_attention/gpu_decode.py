@@ -1,8 +1,8 @@
 """Attention of one new token per row over its blocks: split along the context, then reduced.
 
-A split covers a fixed number of tokens, whatever else is in the batch: a row's sums are taken in the same order
-alone and among neighbours. The grid follows from shapes alone and has an upper bound; its programs deal out the splits
-that the rows really have, so that one long row among short ones, or a wide bucket of a CUDA graph, costs nothing.
+A split covers a fixed number of tokens whatever else is in the batch, so that a row's sums are taken in the same order
+alone and in any batch. The grid depends on shapes only and is bounded. Its programs share the splits that the rows
+really have, so that one long row among short ones, or a wide bucket of a CUDA graph, costs nothing.
 """
 
 # ruff: noqa: N803  compile-time parameters are upper case, as everywhere in Triton
@@ -10,8 +10,8 @@ that the rows really have, so that one long row among short ones, or a wide buck
 import torch
 import triton.language as tl
 
-from kernels.gpu.jit import device_function, kernel
-from kernels.gpu.tuning import LaunchConfig, next_power_of_two
+from kernels.ops.gpu.jit import device_function, kernel
+from kernels.ops.gpu.tuning import LaunchConfig, next_power_of_two
 
 
 @device_function
@@ -28,7 +28,7 @@ def _split_ends(
     SPLIT_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> tl.tensor:
-    """How many splits each row and those before it have, [ROWS_BLOCK]."""
+    """[ROWS_BLOCK]: the number of splits of each row and all rows before it."""
     rows = tl.arange(0, ROWS_BLOCK)
     lens = tl.load(context_lens + rows, mask=rows < num_rows, other=0)
     live = (lens + SPLIT_TOKENS - 1) // SPLIT_TOKENS - _first_split(lens, SPLIT_TOKENS, WINDOW)
@@ -74,7 +74,7 @@ def _decode_kernel(
     dims = tl.arange(0, DIM_BLOCK)
     in_dim = dims < HEAD_DIM
     ends = _split_ends(context_lens, num_rows, ROWS_BLOCK, SPLIT_TOKENS, WINDOW)
-    # Heads of one split follow each other: their K and V are neighbours in memory.
+    # Heads of one split follow each other because their K and V are adjacent in memory.
     for item in range(tl.program_id(0), tl.max(ends, axis=0) * NUM_KV_HEADS, tl.num_programs(0)):
         kv_head = item % NUM_KV_HEADS
         row, nth = _find_split(ends, item // NUM_KV_HEADS)
@@ -89,7 +89,7 @@ def _decode_kernel(
         query_at = query + (row * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
         q = tl.load(query_at, mask=in_group[:, None] & in_dim[None, :], other=0.0)
         highest = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
-        # By column: adding columns up in each turn would be one more wait of all warps for each other.
+        # Partial sums stay per column and are reduced once after the loop: reducing in it would synchronize warps.
         totals = tl.zeros([GROUP_BLOCK, BLOCK_N], tl.float32)
         acc = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
         for start in range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N):
@@ -111,12 +111,12 @@ def _decode_kernel(
             highest = new_highest
         total = tl.sum(totals, axis=1)
         # [num_rows, num_heads, num_splits]
-        slot = (row * NUM_HEADS + heads) * num_splits + split
-        tl.store(log_sums + slot, highest + tl.log2(total), mask=in_group)
+        part = (row * NUM_HEADS + heads) * num_splits + split
+        tl.store(log_sums + part, highest + tl.log2(total), mask=in_group)
         result = acc / total[:, None] * value_scale
         out_mask = in_group[:, None] & in_dim[None, :]
         tl.store(
-            out + slot[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=out_mask
+            out + part[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=out_mask
         )
 
 
@@ -144,7 +144,7 @@ def _reduce_kernel(
     highest = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([DIM_BLOCK], tl.float32)
-    # Splits before the window have nothing written.
+    # Splits before the window were not written.
     for start in range(_first_split(context_len, SPLIT_TOKENS, WINDOW), used, SPLITS_BLOCK):
         splits = start + tl.arange(0, SPLITS_BLOCK)
         is_used = splits < used
@@ -171,11 +171,11 @@ SPLIT_TOKENS = 256
 traffic at four heads per group, small enough that 8 K of context fill a large device at batch 1."""
 
 SPLITS_BLOCK = 32
-"""Splits that one round of the reduction reads at once, of heads of 128: 8 K of context before a second round."""
+"""Splits that one round of the reduction reads, for heads of 128: 8 K of context fit one round."""
 MAX_PROGRAMS = 4096
-"""About ten for each place that a large device has: enough for an even end, and few when most find nothing to do."""
+"""About ten per multiprocessor slot of a large device: they end evenly, and idle ones are few."""
 ROWS_BLOCKS = (32, 256)
-"""Rows that a program looks through: two compiled variants for all usual batches, the first within a warp."""
+"""Rows that a program searches: two compiled variants for all usual batches, the first within a warp."""
 
 
 def paged_decode(

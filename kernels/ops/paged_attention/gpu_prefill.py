@@ -9,8 +9,8 @@ The grid is an upper bound taken from shapes; each program finds its row by bise
 import torch
 import triton.language as tl
 
-from kernels.gpu.jit import device_function, kernel
-from kernels.gpu.tuning import LaunchConfig, next_power_of_two
+from kernels.ops.gpu.jit import device_function, kernel
+from kernels.ops.gpu.tuning import LaunchConfig, next_power_of_two
 
 
 @device_function
@@ -60,7 +60,7 @@ def _prefill_kernel(
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
     first_token = tl.load(query_start)
-    # The last tile of a chunk has the most to read: it comes first, so that the device's end is even.
+    # The last tile of a chunk reads most, so it starts first: programs then end at about the same time.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     row = _find_row(query_start, tile, num_rows, first_token, TILE_TOKENS)
     row_start = tl.load(query_start + row)

@@ -9,7 +9,7 @@ from kernels.batch import ForwardBatch
 from kernels.ops.paged_attention.reference import gather_kv, visible
 
 _MAX_ROWS_TOGETHER = 16
-"""Bounds the gathered copy, and the padding that a row pays for its longest neighbour."""
+"""Bounds the gathered copy, and the padding of a row to the longest row beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +19,9 @@ class Scores:
     scale: float
     """Factor of q·kᵀ."""
     window: int | None = None
-    """The token itself and those just before it, so many together."""
+    """A token sees this many tokens, itself and those just before it."""
     chunk: int | None = None
-    """The sequence is cut into pieces of so many tokens, and a token sees its own piece only."""
+    """The sequence is cut into pieces of this many tokens, and a token sees only its own piece."""
     softcap: float | None = None
     """Scores s become softcap · tanh(s / softcap)."""
     sinks: torch.Tensor | None = None
@@ -61,7 +61,7 @@ def paged_attention(
 
 
 def _same_chunk(mask: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Like mask [num_queries, context_len]; the last query sits at context_len - 1."""
+    """[num_queries, context_len] like mask; the last query is at context_len - 1."""
     num_queries, context_len = mask.shape
     at = torch.arange(context_len, device=mask.device) // chunk
     return at[context_len - num_queries :, None] == at
@@ -104,7 +104,7 @@ def _attend(
 ) -> torch.Tensor:
     """[num_rows, num_heads, num_queries, head_dim] like query; mask broadcasts to its scores."""
     if scores.is_plain:
-        if query.shape[2] == 1:  # the heads of a group become queries, which share their only row of the mask
+        if query.shape[2] == 1:  # the heads of a group become queries, which share one row of the mask
             grouped = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
             attended = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scores.scale)
             return attended.reshape(query.shape)
@@ -117,7 +117,7 @@ def _attend(
 def _attend_with_scores(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
-    """What torch's own attention has no place for; one KV head at a time, to bound the scores in memory."""
+    """Attention with softcap or sinks, which torch's own lacks; one KV head at a time, to bound memory."""
     groups = query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:])
     output = torch.empty_like(groups)
     sinks = None if scores.sinks is None else scores.sinks.float().reshape(key.shape[1], -1, 1)

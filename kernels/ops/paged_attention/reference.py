@@ -13,7 +13,7 @@ def gather_kv(
 
 
 def visible(num_queries: int, context_len: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """[num_queries, context_len]: True where a query may look; the last query sits at context_len - 1."""
+    """[num_queries, context_len]: True where a query sees a key; the last query is at context_len - 1."""
     query = torch.arange(context_len - num_queries, context_len, device=device).unsqueeze(1)
     key = torch.arange(context_len, device=device).unsqueeze(0)
     mask = key <= query

@@ -1,11 +1,13 @@
-"""RMS norm of float32 rows into the left-hand matrix of the product that follows: bfloat16, or uint8 with scales."""
+"""RMS norm of float32 rows to the left-hand matrix of the next product: bfloat16, or uint8 with scales.
+
+Where a model norms a branch's output before it is added, that is done in the same pass.
+"""
 
 import numpy as np
-import torch
 
 from kernels.ops.cpu.intrinsics import bits_of, f32, float_of, i64, u8, u16
-from kernels.ops.cpu.jit import Float, device, unit
-from kernels.ops.cpu.tasks import done, draw, lone_phase, wait
+from kernels.ops.cpu.jit import Float, compiled_function, jit_inline
+from kernels.ops.cpu.tasks import done, next_tile, wait
 from kernels.ops.cpu.vector_math import from_bf16, to_bf16
 from kernels.ops.cpu.vectors import LANES
 from kernels.ops.rms_norm.cpu_vectors import encode_row, peak_bits, scale_row, scale_row_to_bf16, widen_row
@@ -14,7 +16,7 @@ _ROWS_PER_TILE = 4
 _LEVELS = np.float32(127.0)
 
 
-@device
+@jit_inline
 def inverse_rms(x: int, size: int, eps: Float) -> Float:
     """1 / √(mean square + eps) of float32 x[size]."""
     value = f32(x)
@@ -24,12 +26,12 @@ def inverse_rms(x: int, size: int, eps: Float) -> Float:
     return np.float32(1) / np.sqrt(total / np.float32(size) + np.float32(eps))
 
 
-@device
+@jit_inline
 def quantize_group(x: int, size: int, out: int) -> Float:
-    """uint8 out = round(x / scale) + 128 for float32 x[size]; gives the scale, NaN if any value is not finite."""
+    """uint8 out = round(x / scale) + 128 for float32 x[size]. Returns the scale, NaN if a value is not finite."""
     value, code = f32(x), u8(out)
     vectors = size // LANES * LANES
-    # As integers the bits of |x| are in order, NaN above infinity: one maximum finds both the scale and bad values.
+    # The bits of |x|, as integers, order like |x| with NaN above infinity: one maximum finds scale and bad values.
     largest = peak_bits(x, vectors) if vectors > 0 else np.uint32(0)
     for i in range(vectors, size):
         largest = max(largest, bits_of(value[i]) & np.uint32(0x7FFFFFFF))
@@ -42,11 +44,11 @@ def quantize_group(x: int, size: int, out: int) -> Float:
     return scale if largest < np.uint32(0x7F800000) else np.float32(np.nan)
 
 
-@device
+@jit_inline
 def norm_row(
     x: int, size: int, weight: int, eps: Float, groups: int, out: int, scales: int, wide: int
 ) -> None:
-    """One row's norm to bfloat16 `out`, or through float32 wide[size] to codes and scales of its groups."""
+    """Norm one row to bfloat16 `out`, or through float32 wide[size] to codes and scales of its groups."""
     value, gain = f32(x), f32(weight)
     factor = inverse_rms(x, size, eps)
     vectors = size // LANES * LANES
@@ -67,7 +69,7 @@ def norm_row(
         scale[group] = quantize_group(wide + group * run * 4, run, out + group * run)
 
 
-@unit
+@compiled_function
 def rms_norm_phase(
     rows: int,
     index: int,
@@ -85,7 +87,7 @@ def rms_norm_phase(
     """One shared phase: out[rows] = norm(x[index[rows]]); index 0 means all rows in order, groups 0 bfloat16."""
     eps = float_of(np.uint32(eps_bits))
     num_tiles = (rows + _ROWS_PER_TILE - 1) // _ROWS_PER_TILE
-    number = draw(phase)
+    number = next_tile(phase)
     while number < num_tiles:
         for row in range(number * _ROWS_PER_TILE, min((number + 1) * _ROWS_PER_TILE, rows)):
             source = row if index == 0 else i64(index)[row]
@@ -100,18 +102,18 @@ def rms_norm_phase(
                 scratch,
             )
         done(phase, num_tiles)
-        number = draw(phase)
+        number = next_tile(phase)
     wait(phase, num_tiles)
 
 
-@unit
+@compiled_function
 def quantize_phase(
     rows: int, x: int, size: int, groups: int, out: int, ldo: int, scales: int, scratch: int, phase: int
 ) -> None:
     """One shared phase: bfloat16 x[rows, size] to uint8 with a scale per row and group."""
     num_tiles = (rows + _ROWS_PER_TILE - 1) // _ROWS_PER_TILE
     run = size // groups
-    number = draw(phase)
+    number = next_tile(phase)
     while number < num_tiles:
         for row in range(number * _ROWS_PER_TILE, min((number + 1) * _ROWS_PER_TILE, rows)):
             half, wide, vectors = u16(x + row * size * 2), f32(scratch), size // LANES * LANES
@@ -123,50 +125,69 @@ def quantize_phase(
             for group in range(groups):
                 scale[group] = quantize_group(scratch + group * run * 4, run, out + row * ldo + group * run)
         done(phase, num_tiles)
-        number = draw(phase)
+        number = next_tile(phase)
     wait(phase, num_tiles)
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, index: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Norm of float32 x[index] [num_tokens, hidden] (all of x without an index) in bfloat16, on the caller's thread."""
-    rows = x.shape[0] if index is None else index.shape[0]
-    out = torch.empty(rows, x.shape[1], dtype=torch.bfloat16)
-    scratch, phase = torch.empty(x.shape[1], dtype=torch.float32), lone_phase()
-    rms_norm_phase(
-        rows,
-        0 if index is None else index.data_ptr(),
-        x.data_ptr(),
-        x.shape[1],
-        weight.data_ptr(),
-        int(np.float32(eps).view(np.uint32)),
-        0,
-        out.data_ptr(),
-        out.stride(0) * 2,
-        0,
-        scratch.data_ptr(),
-        phase.data_ptr(),
-    )
-    return out
+@jit_inline
+def _copy(x: int, size: int, out: int) -> None:
+    value, target = f32(x), f32(out)
+    for i in range(size):
+        target[i] = value[i]
 
 
-def quantize(x: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 (value / scale + 128) of x [num_tokens, size], scales [num_tokens, num_groups]; caller's thread."""
-    half = x.bfloat16().contiguous()
-    rows, size = half.shape
-    codes = torch.empty(rows, size, dtype=torch.uint8)
-    scales = torch.empty(rows, num_groups, dtype=torch.float32)
-    scratch, phase = torch.empty(size, dtype=torch.float32), lone_phase()
-    quantize_phase(
-        rows,
-        half.data_ptr(),
-        size,
-        num_groups,
-        codes.data_ptr(),
-        size,
-        scales.data_ptr(),
-        scratch.data_ptr(),
-        phase.data_ptr(),
-    )
-    return codes, scales
+@jit_inline
+def _add_normed(x: int, size: int, branch: int, weight: int, eps: Float) -> None:
+    """x[size] += norm(branch[size]), all float32."""
+    value, added, gain = f32(x), f32(branch), f32(weight)
+    factor = inverse_rms(branch, size, eps)
+    for i in range(size):
+        value[i] += added[i] * factor * gain[i]
+
+
+@compiled_function
+def add_norm_phase(
+    rows: int,
+    index: int,
+    x: int,
+    size: int,
+    branch: int,
+    branch_weight: int,
+    weight: int,
+    eps_bits: int,
+    groups: int,
+    out: int,
+    ldo: int,
+    scales: int,
+    scratch: int,
+    phase: int,
+) -> None:
+    """One shared phase: x += norm(branch), then out = norm(x); the rest as in rms_norm_phase.
+
+    With an index, in which a row may occur twice, both are read at its rows and x is unchanged. `scratch` has
+    room for two rows.
+    """
+    eps = float_of(np.uint32(eps_bits))
+    num_tiles = (rows + _ROWS_PER_TILE - 1) // _ROWS_PER_TILE
+    number = next_tile(phase)
+    while number < num_tiles:
+        for row in range(number * _ROWS_PER_TILE, min((number + 1) * _ROWS_PER_TILE, rows)):
+            source = row if index == 0 else i64(index)[row]
+            target = x + source * size * 4
+            if index != 0:
+                _copy(target, size, scratch)
+                target = scratch
+            _add_normed(target, size, branch + source * size * 4, branch_weight, eps)
+            norm_row(
+                target,
+                size,
+                weight,
+                eps,
+                groups,
+                out + row * ldo,
+                scales + row * groups * 4,
+                scratch + size * 4,
+            )
+        done(phase, num_tiles)
+        number = next_tile(phase)
+    wait(phase, num_tiles)

@@ -1,6 +1,6 @@
-"""Pieces of norms and quantization over rows of float32, 16 numbers at a time.
+"""Norms and quantization of float32 rows, 16 numbers at a time.
 
-Written as loops, LLVM compiles them to several times as many instructions. `size` is a positive multiple of 16
+As loops they would compile to several times as many instructions. `size` is a positive multiple of 16
 everywhere, addresses are 4-byte aligned (of bfloat16 2, of codes 1), and outputs may be the inputs of the same width.
 """
 
@@ -80,7 +80,7 @@ def widen_row(typing_context: Any, half: Any, size: Any, out: Any) -> Any:
 
 @intrinsic
 def peak_bits(typing_context: Any, x: Any, size: Any) -> Any:
-    """Bits of the largest |x|: as integers they are in order, NaN above infinity."""
+    """The bits of the largest |x|; as integers they order like |x|, with NaN above infinity."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, size = arguments
@@ -98,7 +98,7 @@ def peak_bits(typing_context: Any, x: Any, size: Any) -> Any:
 
 @intrinsic
 def encode_row(typing_context: Any, x: Any, size: Any, inverse: Any, out: Any) -> Any:
-    """uint8 out[size] = round(x * inverse) + 128; what is not finite gives some code."""
+    """uint8 out[size] = round(x * inverse) + 128; values that are not finite give an arbitrary code."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, size, inverse, out = arguments

@@ -5,8 +5,8 @@
 import torch
 import triton.language as tl
 
-from kernels.gpu.jit import kernel
-from kernels.gpu.tuning import launch_config, next_power_of_two
+from kernels.ops.gpu.jit import kernel
+from kernels.ops.gpu.tuning import launch_config, next_power_of_two
 
 
 @kernel()
@@ -17,7 +17,6 @@ def _rms_norm_kernel(
     branch_weight: tl.tensor,
     out: tl.tensor,
     eps: tl.tensor,
-    weight_offset: tl.tensor,
     x_stride: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -30,16 +29,16 @@ def _rms_norm_kernel(
     value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if HAS_BRANCH:
         branch_scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / SIZE + eps)
-        branch_gain = tl.load(branch_weight + columns, mask=mask, other=0.0).to(tl.float32) + weight_offset
+        branch_gain = tl.load(branch_weight + columns, mask=mask, other=0.0).to(tl.float32)
         value = (value * branch_scale * branch_gain).to(x.dtype.element_ty).to(tl.float32)
     if HAS_RESIDUAL:
         value += tl.load(residual + row * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
         rounded = value.to(residual.dtype.element_ty)
         tl.store(residual + row * SIZE + columns, rounded, mask=mask)
-        # The next layer adds to what was stored, so the norm is taken of exactly that.
+        # The next layer adds to the stored value, so the norm is computed from exactly that.
         value = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / SIZE + eps)
-    gain = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32) + weight_offset
+    gain = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + columns, (value * scale * gain).to(out.dtype.element_ty), mask=mask)
 
 
@@ -50,12 +49,10 @@ def rms_norm(
     *,
     residual: torch.Tensor | None = None,
     branch_weight: torch.Tensor | None = None,
-    weight_offset: float = 0.0,
 ) -> torch.Tensor:
     """Normalize rows of `x` [num_tokens, size]; with `residual` (same shape) it becomes x + residual first, in place.
 
-    With `branch_weight` x is normalized by that before it is added (Gemma 3). `weight_offset` is 1 for models that
-    store their gain minus one. Rows of `x` may be strided.
+    With `branch_weight` x is normalized by that before it is added (Gemma 3). Rows of `x` may be strided.
     """
     num_tokens, size = x.shape
     assert x.stride(1) == 1
@@ -73,7 +70,6 @@ def rms_norm(
         "branch_weight": weight if branch_weight is None else branch_weight,
         "out": out,
         "eps": eps,
-        "weight_offset": weight_offset,
         "x_stride": x.stride(0),
         "SIZE": size,
         "BLOCK": block,

@@ -1,11 +1,10 @@
 """Head norm, rotary and the write into the pool, in one pass over the fused q, k, v."""
 
 import numpy as np
-import torch
 
 from kernels.ops.cpu.intrinsics import f32, float_of, i64
-from kernels.ops.cpu.jit import Float, device, unit
-from kernels.ops.cpu.tasks import done, draw, lone_phase, wait
+from kernels.ops.cpu.jit import Float, compiled_function, jit_inline
+from kernels.ops.cpu.tasks import done, next_tile, wait
 from kernels.ops.cpu.vectors import LANES
 from kernels.ops.rms_norm.cpu import inverse_rms
 from kernels.ops.rms_norm.cpu_vectors import scale_row
@@ -21,13 +20,13 @@ from kernels.ops.rotary.cpu_vectors import (
 
 _ROWS_PER_TILE, _ROWS_PER_LONG_TILE = 8, 32
 _MANY_ROWS = 128
-"""From so many on rows are mostly prompts, where 16 neighbours share the cache lines of their keys: threads that take
-turns every few rows would send these lines back and forth, which took longer than all the rest."""
+"""With this many rows most belong to prompts, where 16 neighbouring tokens share the cache lines of their keys. Threads
+that alternated every few rows would pass these lines back and forth, which took longer than all the rest."""
 
 
-@device
+@jit_inline
 def _rotate(x: int, size: int, cos: int, sin: int, gain: int, eps: Float) -> None:
-    """Turn one float32 head in place; gain is the address of its norm weight, or 0."""
+    """Rotate one float32 head in place; gain is the address of its norm weight, or 0."""
     half = size // 2
     if gain != 0:
         scale_row(x, gain, size, inverse_rms(x, size, eps), x)
@@ -41,15 +40,15 @@ def _rotate(x: int, size: int, cos: int, sin: int, gain: int, eps: Float) -> Non
         second[i] = b * c[i] + a * s[i]
 
 
-@device
+@jit_inline
 def _store_value(
     x: int, row_bytes: int, size: int, block: int, offset: int, before: bool, after: bool
 ) -> None:
     """Write one float32 head into a value block [block_size / 2, size, 2].
 
-    before, after: the row before or behind this one, row_bytes away, is the token before or after it. Who has the first
-    place of a pair writes for both, so that no two threads meet in a pair. A first that is alone gets 0 for a partner:
-    whatever a freed block left there is multiplied by a weight of 0, and that is not 0 if it was NaN.
+    before, after: whether the previous or next row, row_bytes away, is the previous or next token of the same request.
+    The first token of a pair is written together with the second, so that no two threads write one pair. A first token
+    without a second gets 0 beside it: a NaN that a freed block left there would spoil the sum even with weight 0.
     """
     pair = block + offset // 2 * size * 4
     if offset % 2 == 0:
@@ -61,7 +60,7 @@ def _store_value(
         store_second(x, x, size, pair)
 
 
-@unit
+@compiled_function
 def rotate_and_store_phase(
     rows: int,
     qkv: int,
@@ -88,7 +87,7 @@ def rotate_and_store_phase(
     slot_of, position_of = i64(slots), i64(positions)
     rows_per_tile = _ROWS_PER_LONG_TILE if rows >= _MANY_ROWS else _ROWS_PER_TILE
     num_tiles = (rows + rows_per_tile - 1) // rows_per_tile
-    number = draw(phase)
+    number = next_tile(phase)
     while number < num_tiles:
         for row in range(number * rows_per_tile, min((number + 1) * rows_per_tile, rows)):
             angle = position_of[row] * (size // 2) * 4
@@ -97,7 +96,7 @@ def rotate_and_store_phase(
             slot = slot_of[row]
             block, offset = slot // block_size * block_stride, slot % block_size
             if rows < _MANY_ROWS:
-                # Each row has blocks of its own: their lines come while the queries are turned.
+                # Each row has blocks of its own, whose cache lines are prefetched while the queries are rotated.
                 for index in range(kv_heads):
                     at = block + index * head_bytes
                     ask_for_lines(keys + at + offset * 4, block_size * 4, size // 2)
@@ -120,46 +119,5 @@ def rotate_and_store_phase(
                 )
                 head += size * 4
         done(phase, num_tiles)
-        number = draw(phase)
+        number = next_tile(phase)
     wait(phase, num_tiles)
-
-
-def rotate_and_store(
-    qkv: torch.Tensor,
-    num_heads: int,
-    tables: tuple[torch.Tensor, torch.Tensor],
-    positions: torch.Tensor,
-    key_blocks: torch.Tensor,
-    value_blocks: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    gains: tuple[torch.Tensor, torch.Tensor] | None = None,
-    eps: float = 0.0,
-) -> torch.Tensor:
-    """Rotated queries of float32 qkv [num_tokens, all heads, head_dim]; keys and values go into one layer's blocks.
-
-    tables: cos and sin of every position; gains: norm weights of query and key heads. Overwrites qkv; caller's thread.
-    """
-    num_kv_heads, lanes, block_size = key_blocks.shape[1:4]
-    query = torch.empty(qkv.shape[0], num_heads, lanes * 2, dtype=torch.bfloat16)
-    phase = lone_phase()
-    rotate_and_store_phase(
-        qkv.shape[0],
-        qkv.data_ptr(),
-        num_heads,
-        num_kv_heads,
-        lanes * 2,
-        tables[0].data_ptr(),
-        tables[1].data_ptr(),
-        positions.data_ptr(),
-        gains[0].data_ptr() if gains else 0,
-        gains[1].data_ptr() if gains else 0,
-        int(np.float32(eps).view(np.uint32)),
-        query.data_ptr(),
-        key_blocks.data_ptr(),
-        value_blocks.data_ptr(),
-        key_blocks[0].nbytes,
-        block_size,
-        slot_mapping.data_ptr(),
-        phase.data_ptr(),
-    )
-    return query

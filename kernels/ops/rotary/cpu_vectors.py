@@ -1,4 +1,4 @@
-"""Pieces of rotary and of the write into the pool, 16 numbers of a head at a time; addresses are 4-byte aligned."""
+"""Rotary and the write into the pool, 16 numbers of a head at a time; addresses are 4-byte aligned."""
 
 # ruff: noqa: ARG001 -- Numba fixes the arguments of an intrinsic and of its generator
 from typing import Any
@@ -25,7 +25,7 @@ _PAIRS = LANES // 2
 
 @intrinsic
 def rotate_halves(typing_context: Any, x: Any, half: Any, cos: Any, sin: Any) -> Any:
-    """float32 x[2 * half] turned in place by angles [half], a positive multiple of 16."""
+    """Rotate float32 x[2 * half] in place by angles [half]; half is a positive multiple of 16."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, half, cos, sin = arguments
@@ -66,7 +66,7 @@ def narrow_head(typing_context: Any, x: Any, size: Any, out: Any) -> Any:
 
 @intrinsic
 def store_pairs(typing_context: Any, x: Any, size: Any, out: Any, stride: Any) -> Any:
-    """Pairs of bfloat16 from float32 x[size], each `stride` bytes behind the one before."""
+    """Pairs of bfloat16 from float32 x[size], `stride` bytes apart."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, size, out, stride = arguments
@@ -122,7 +122,7 @@ store_both, store_first, store_second = (
     _interleave(lower=True, upper=False),
     _interleave(lower=False, upper=True),
 )
-"""bfloat16 pairs out[size, 2] from float32 first[size] and second[size]: both; the second 0; the first as it was."""
+"""bfloat16 pairs out[size, 2] from float32 first[size] and second[size]: both; second 0; first unchanged."""
 
 
 @intrinsic

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.gpu.tuning import launch_config, next_power_of_two
-from kernels.ops.sampling.gpu_counts import Histories, SeatCounts, update_counts
+from kernels.ops.gpu.tuning import launch_config, next_power_of_two
+from kernels.ops.sampling import SPAN
+from kernels.ops.sampling.gpu_counts import Histories, SlotCounts, update_counts
 from kernels.ops.sampling.gpu_kernel import PARAMETERS, STATUS_OK, _bias_kernel, _sample_kernel
 
-SPAN = 256
-"""Weights are summed in spans of this, as on the CPU."""
 BIAS_BLOCK = 256
 _INTS_PER_16_BYTES = 4
 
@@ -28,17 +27,17 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """The counts that penalties are taken of."""
+    """The rows with penalties and the counts that these are computed from."""
 
-    seats: torch.Tensor
+    slots: torch.Tensor
     """[num_rows] int32; -1 for a row without penalties"""
-    counts: SeatCounts
+    counts: SlotCounts
     histories: Histories | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """The tokens that may be chosen, of the rows that are not free to choose."""
+    """The tokens that rows with a grammar may choose."""
 
     lines: torch.Tensor
     """[num_rows] int32 into words; -1 for a row that may choose any token"""
@@ -47,21 +46,21 @@ class Allowed:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleInputs:
+class SamplingInputs:
     """One entry per row of the logits, on their device."""
 
     parameters: torch.Tensor
     """[num_rows, 6] float64, columns as in PARAMETERS; temperature 0 is greedy"""
     top_ks: torch.Tensor
-    """[num_rows] int32; 0 keeps the whole vocabulary, as must be said for a top_k beyond it"""
+    """[num_rows] int32, at most vocab_size; 0 keeps the whole vocabulary"""
     seeds: torch.Tensor
-    """[num_rows] int64, the bits of an unsigned one"""
+    """[num_rows] int64, the bits of unsigned seeds"""
     positions: torch.Tensor
-    """[num_rows] int64: of the token that is sampled"""
-    seats: torch.Tensor
+    """[num_rows] int64: the position of the token that is sampled"""
+    slots: torch.Tensor
     """[num_rows] int32"""
     ring: torch.Tensor
-    """[num_seats, n] int32: sampled tokens by seat and position modulo n; the new ones are written, of failed rows 0"""
+    """[num_slots, n] int32: sampled tokens by slot and position modulo n; new ones are written, 0 for failed rows"""
     bias: Bias | None = None
     penalties: Penalties | None = None
     allowed: Allowed | None = None
@@ -76,12 +75,12 @@ class Sampled:
     statuses: torch.Tensor
     """[num_rows] int32"""
     logprobs: torch.Tensor
-    """[num_rows] float32: of the chosen token in the model's own distribution"""
+    """[num_rows] float32: the chosen token's in the model's own distribution"""
     packed: torch.Tensor
     """[3, n] int32: all of them as they lie in memory, n at least num_rows"""
 
 
-def sample(logits: torch.Tensor, inputs: SampleInputs) -> Sampled:
+def sample(logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
     """Choose one token per row of logits [num_rows, vocab_size] float32, which stay unchanged."""
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32
@@ -90,12 +89,12 @@ def sample(logits: torch.Tensor, inputs: SampleInputs) -> Sampled:
     assert inputs.parameters.dtype == torch.float64
     penalties = inputs.penalties
     has_adjusted = penalties is not None or inputs.allowed is not None or inputs.bias is not None
-    # Adjusted logits first, then the weights of rows that draw.
+    # Holds adjusted logits first, then the weights of rows that draw.
     work = logits.clone() if has_adjusted else torch.empty_like(logits)
     if inputs.bias is not None:
         _add_bias(work, inputs.bias)
     if penalties is not None:
-        update_counts(penalties.seats, inputs.positions, inputs.ring, penalties.counts, penalties.histories)
+        update_counts(penalties.slots, inputs.positions, inputs.ring, penalties.counts, penalties.histories)
     config = launch_config("sampling", "any", logits.device)
     sampled = _allocate(num_rows, logits.device)
     arguments = {
@@ -105,12 +104,12 @@ def sample(logits: torch.Tensor, inputs: SampleInputs) -> Sampled:
         "top_ks": inputs.top_ks,
         "seeds": inputs.seeds,
         "positions": inputs.positions,
-        "seats": inputs.seats,
+        "slots": inputs.slots,
         "ring": inputs.ring,
-        "counted_seats": inputs.seats if penalties is None else penalties.seats,
-        "counts": inputs.seats if penalties is None else penalties.counts.counts,
-        "allowed_lines": inputs.seats if inputs.allowed is None else inputs.allowed.lines,
-        "allowed": inputs.seats if inputs.allowed is None else inputs.allowed.words,
+        "counted_slots": inputs.slots if penalties is None else penalties.slots,
+        "counts": inputs.slots if penalties is None else penalties.counts.counts,
+        "allowed_lines": inputs.slots if inputs.allowed is None else inputs.allowed.lines,
+        "allowed": inputs.slots if inputs.allowed is None else inputs.allowed.words,
         "token_ids": sampled.token_ids,
         "statuses": sampled.statuses,
         "logprobs": sampled.logprobs,
@@ -153,8 +152,8 @@ __all__ = [
     "Bias",
     "Histories",
     "Penalties",
-    "SampleInputs",
     "Sampled",
-    "SeatCounts",
+    "SamplingInputs",
+    "SlotCounts",
     "sample",
 ]

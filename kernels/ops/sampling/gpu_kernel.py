@@ -1,21 +1,21 @@
-"""The Triton side of sampling: one program per row, no sort, no host sync, one random number per row.
+"""The Triton kernel that samples: one program per row, no sort, no host sync, one random number per row.
 
-The rules are those of `kernels.sampling`: bias, penalties, temperature, min-p, top-k, top-p over what is left, then the
-inverse of the cumulative distribution in vocabulary order. Each filter is one number, the smallest weight that is kept,
+The order is that of `kernels.sampling.cpu`: bias, penalties, temperature, min-p, top-k, top-p over what is left, then
+the inverse of the cumulative distribution in vocabulary order. Each filter is one number, the smallest kept weight,
 found by bisection over the bits of the weight, which order like the weights since none is negative. The weights are
-written down once; a round reads them from L2. Sums are kept by lane and added up behind a loop: a sum over lanes in
-each turn would make the turns wait for each other.
+stored once; each round reads them from L2. Partial sums stay per lane and are reduced once after the loop: a reduction
+in each round would make the rounds wait for each other.
 """
 
 # ruff: noqa: N803, N806  compile-time parameters are upper case, as everywhere in Triton
 
 import triton.language as tl
 
-from kernels.gpu.jit import device_function, kernel
+from kernels.ops.gpu.jit import device_function, kernel
 
 STATUS_OK, STATUS_BAD_LOGITS, STATUS_NO_TOKEN = 0, 1, 2
 
-# Columns of the float64 parameter table, one line per row.
+# Columns of the float64 parameter table, which has one line per row.
 PARAMETERS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
 
 
@@ -47,7 +47,7 @@ def _store_weights(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """exp((logit - best) / temperature) into `row`, which may be where the logits are: 1 for the likeliest token."""
+    """Store exp((logit - best) / temperature) in `row`, possibly over the logits; the likeliest token gets 1."""
     for start in range(0, VOCAB, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         logit = tl.load(logits + ids, mask=ids < VOCAB, other=float("-inf"))
@@ -84,7 +84,7 @@ def _at_least(row: tl.tensor, floor_bits: tl.tensor, VOCAB: tl.constexpr, BLOCK:
 
 @device_function
 def _top_k_floor(row: tl.tensor, top_k: tl.tensor, VOCAB: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """Bits of a weight that exactly the top_k largest reach, or the top_k-th itself where others equal it."""
+    """Bits of a weight that exactly the top_k largest reach, or of the top_k-th itself if others equal it."""
     low = tl.zeros([], tl.int32)
     high = tl.full([], 0x3F800001, tl.int32)  # just above 1.0
     count_low = tl.full([], VOCAB, tl.int32)
@@ -108,7 +108,7 @@ def _top_p_floor(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Bits of the largest weight whose peers and betters hold top_p of the mass that reaches `floor`."""
+    """Bits of the largest weight such that weights not below it hold top_p of the mass that reaches `floor`."""
     count_low, total = _at_least(row, floor, VOCAB, BLOCK)
     if (top_k > 0) & (count_low > top_k):
         # Equal weights at top-k's edge are all kept, but only as many as top_k allows count as mass.
@@ -204,9 +204,9 @@ def _sample_kernel(
     top_ks: tl.tensor,
     seeds: tl.tensor,
     positions: tl.tensor,
-    seats: tl.tensor,
+    slots: tl.tensor,
     ring: tl.tensor,
-    counted_seats: tl.tensor,
+    counted_slots: tl.tensor,
     counts: tl.tensor,
     allowed_lines: tl.tensor,
     allowed: tl.tensor,
@@ -225,8 +225,8 @@ def _sample_kernel(
     line = tl.program_id(0)
     raw_row = raw + line.to(tl.int64) * VOCAB
     row = work + line.to(tl.int64) * VOCAB
-    counted_seat = tl.load(counted_seats + line) if HAS_COUNTS else tl.full([], -1, tl.int32)
-    count_row = counts + tl.maximum(counted_seat, 0).to(tl.int64) * VOCAB
+    counted_slot = tl.load(counted_slots + line) if HAS_COUNTS else tl.full([], -1, tl.int32)
+    count_row = counts + tl.maximum(counted_slot, 0).to(tl.int64) * VOCAB
     allowed_line = tl.load(allowed_lines + line) if HAS_ALLOWED else tl.full([], -1, tl.int32)
     allowed_row = allowed + tl.maximum(allowed_line, 0).to(tl.int64) * allowed_words
     table = parameters + line * 6
@@ -234,8 +234,8 @@ def _sample_kernel(
     frequency = tl.load(table + 4).to(tl.float32)
     presence = tl.load(table + 5).to(tl.float32)
 
-    # Of the ids that a lane sees: whether one is NaN, the largest logit as it came, and the first of the largest.
-    LANES: tl.constexpr = BLOCK // 4 if HAS_ADJUSTED else BLOCK  # adjusting takes registers
+    # Per lane: whether a logit is NaN, the largest raw logit, and the first id of the largest adjusted one.
+    LANES: tl.constexpr = BLOCK // 4 if HAS_ADJUSTED else BLOCK  # adjusting needs registers
     nan = tl.zeros([LANES], tl.int32)
     raw_highest = tl.full([LANES], float("-inf"), tl.float32)
     highest = tl.full([LANES], float("-inf"), tl.float32)
@@ -249,7 +249,7 @@ def _sample_kernel(
         if HAS_ADJUSTED:
             value = tl.load(row + ids, mask=inside, other=float("-inf"))
             if HAS_COUNTS:
-                entry = tl.load(count_row + ids, mask=inside & (counted_seat >= 0), other=0)
+                entry = tl.load(count_row + ids, mask=inside & (counted_slot >= 0), other=0)
                 generated = entry >> 1
                 repeated = tl.where(
                     value > 0, tl.div_rn(value, repetition + tl.zeros_like(value)), value * repetition
@@ -278,7 +278,7 @@ def _sample_kernel(
     is_empty = tl.abs(best) == float("inf")
     token = best_id
     if (temperature > 0) & (not (is_bad | is_empty)):
-        # Other threads read what this one stored, here and below.
+        # Threads read what other threads stored, here and below.
         tl.debug_barrier()
         _store_weights(row if HAS_ADJUSTED else raw_row, row, best, temperature, VOCAB, BLOCK)
         tl.debug_barrier()
@@ -291,9 +291,9 @@ def _sample_kernel(
             floor = _top_p_floor(row, floor, top_k, top_p, VOCAB, BLOCK)
         uniform = _uniform(tl.load(seeds + line), tl.load(positions + line))
         token = _invert(row, floor, uniform, VOCAB, BLOCK, SPAN)
-    # For the next step, which may be enqueued before the host knows the token; 0 of a failed row is a valid one.
-    slot = tl.load(seats + line).to(tl.int64) * RING + tl.load(positions + line) % RING
-    tl.store(ring + slot, tl.where(is_bad | is_empty, 0, token))
+    # For the next step, which may be enqueued before the host knows the token; a failed row leaves a valid id, 0.
+    ring_at = tl.load(slots + line).to(tl.int64) * RING + tl.load(positions + line) % RING
+    tl.store(ring + ring_at, tl.where(is_bad | is_empty, 0, token))
     tl.store(token_ids + line, token)
     tl.store(statuses + line, tl.where(is_bad, 1, tl.where(is_empty, 2, 0)))
     tl.store(logprobs + line, tl.load(raw_row + token) - raw_best - tl.log(raw_sum))

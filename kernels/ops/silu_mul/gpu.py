@@ -5,8 +5,8 @@
 import torch
 import triton.language as tl
 
-from kernels.gpu.jit import kernel
-from kernels.gpu.tuning import launch_config
+from kernels.ops.gpu.jit import kernel
+from kernels.ops.gpu.tuning import launch_config
 
 
 @kernel()
@@ -32,7 +32,7 @@ def _silu_mul_kernel(
 
 
 def silu_mul(gate_up: torch.Tensor, *, gelu_tanh: bool = False) -> torch.Tensor:
-    """silu(gate) * up for `gate_up` [num_tokens, 2 * size], gate first; `gelu_tanh` takes that activation instead."""
+    """silu(gate) * up for `gate_up` [num_tokens, 2 * size], gate first; with `gelu_tanh` gelu in its tanh form."""
     num_tokens, double = gate_up.shape
     assert double % 2 == 0
     assert gate_up.stride(1) == 1

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 import triton.language as tl
 
-from kernels.gpu.jit import kernel
-from kernels.gpu.tuning import launch_config, next_power_of_two
+from kernels.ops.gpu.jit import kernel
+from kernels.ops.gpu.tuning import launch_config, next_power_of_two
 
 
 @kernel()
@@ -27,7 +27,6 @@ def _store_kv_kernel(
     query_norm: tl.tensor,
     key_norm: tl.tensor,
     eps: tl.tensor,
-    norm_offset: tl.tensor,
     key_inverse_scale: tl.tensor,
     value_inverse_scale: tl.tensor,
     qkv_stride: tl.tensor,
@@ -55,10 +54,10 @@ def _store_kv_kernel(
     if HAS_NORM:
         mean = tl.sum(low * low + high * high, axis=1) / HEAD_DIM
         scale = (1.0 / tl.sqrt(mean + eps))[:, None]
-        q_low = tl.load(query_norm + lanes, mask=in_lane, other=0.0).to(tl.float32) + norm_offset
-        q_high = tl.load(query_norm + HALF + lanes, mask=in_lane, other=0.0).to(tl.float32) + norm_offset
-        k_low = tl.load(key_norm + lanes, mask=in_lane, other=0.0).to(tl.float32) + norm_offset
-        k_high = tl.load(key_norm + HALF + lanes, mask=in_lane, other=0.0).to(tl.float32) + norm_offset
+        q_low = tl.load(query_norm + lanes, mask=in_lane, other=0.0).to(tl.float32)
+        q_high = tl.load(query_norm + HALF + lanes, mask=in_lane, other=0.0).to(tl.float32)
+        k_low = tl.load(key_norm + lanes, mask=in_lane, other=0.0).to(tl.float32)
+        k_high = tl.load(key_norm + HALF + lanes, mask=in_lane, other=0.0).to(tl.float32)
         normed_low = low * scale * tl.where(is_query[:, None], q_low[None, :], k_low[None, :])
         normed_high = high * scale * tl.where(is_query[:, None], q_high[None, :], k_high[None, :])
         low = tl.where(is_value[:, None], low, normed_low)
@@ -99,7 +98,6 @@ class HeadNorm:
     query: torch.Tensor
     key: torch.Tensor
     eps: float
-    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +162,6 @@ def store_kv(
         "query_norm": norm.query if norm else qkv,
         "key_norm": norm.key if norm else qkv,
         "eps": norm.eps if norm else 0.0,
-        "norm_offset": norm.offset if norm else 0.0,
         "key_inverse_scale": 1.0 / kv.key_scale,
         "value_inverse_scale": 1.0 / kv.value_scale,
         "qkv_stride": qkv.stride(0),

@@ -1,4 +1,4 @@
-"""Tiny random models that run through the adapter, one for each thing that attention may do besides the usual."""
+"""Tiny random models that run through the adapter, one for each unusual feature of attention."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,7 +8,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from kernels.runner import Runner, RunnerOptions, load_runner
+from kernels.loading import load_runner
+from kernels.runner import Runner, RunnerOptions
 from tests.kernels.tiny import save
 
 MakeModel = Callable[[], PreTrainedModel]
@@ -201,5 +202,5 @@ def load(folder: Path, **changes: Any) -> Runner:
 
 
 def assert_telling(tokens: Sequence[list[int]]) -> None:
-    """A model that always says the same would hide every mistake."""
+    """A model that always generates the same would hide every mistake."""
     assert len({token for row in tokens for token in row}) >= 6, "the reference tokens hardly vary"

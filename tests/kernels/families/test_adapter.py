@@ -1,4 +1,4 @@
-"""Models of transformers that are not native give through the adapter the tokens that transformers gives."""
+"""Models that are not native generate through the adapter the tokens that transformers generates."""
 
 import random
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def test_batch_equals_transformers(
 
 
 def test_bfloat16_loads(family: tuple[PreTrainedModel, Path]) -> None:
-    """The check of logits at loading leaves room for rounding."""
+    """The check of logits at loading allows for rounding."""
     runner = load(family[1], dtype="bfloat16")
 
     (generation,) = generate(runner, [[3, 4, 5]], 2)
@@ -83,7 +83,7 @@ def test_bfloat16_loads(family: tuple[PreTrainedModel, Path]) -> None:
 def test_rotation_that_depends_on_the_batch_limits_the_length(
     rope: dict[str, object], limit: int, tmp_path: Path
 ) -> None:
-    """A longer row would turn the keys of its neighbours otherwise than they stand in their blocks."""
+    """A longer row would rotate the keys of other rows differently from those in their blocks."""
     _, folder = saved(make("Olmo2ForCausalLM", "Olmo2Config", **GROUPED, rope_parameters=rope), tmp_path)
 
     assert load(folder).max_model_len == limit
@@ -105,7 +105,7 @@ def test_two_adapted_models_do_not_mix(tmp_path: Path) -> None:
 def test_what_attention_does_besides_shows_in_the_tokens(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: without soft-capping, sinks and chunks these models answer otherwise."""
+    """The control: without soft-capping, sinks and chunks these models generate other tokens."""
     model, folder = saved(FAMILIES[name], tmp_path)
     expected = [reference_tokens(model, prompt, NUM_TOKENS) for prompt in _prompts()]
     runner = load(folder)
@@ -117,7 +117,7 @@ def test_what_attention_does_besides_shows_in_the_tokens(
 
 
 def _forget(monkeypatch: pytest.MonkeyPatch, **fields: None) -> None:
-    from kernels.models import adapter
+    from kernels.models.transformers import adapter
 
     right: Callable[..., object] = adapter.Scores
     monkeypatch.setattr(adapter, "Scores", lambda *args, **kwargs: right(*args, **kwargs | fields))

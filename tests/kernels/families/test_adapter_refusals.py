@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.errors import ModelFileError, OptionsError
-from kernels.models import adapter
-from kernels.models.adapter_loading import load_adapter
+from kernels.models.transformers import adapter
+from kernels.models.transformers.loading import load_adapter
 from tests.kernels.families.adapter_models import FAMILIES, GROUPED, MakeModel, load, make, saved
 
 SMALL: dict[str, Any] = {"vocab_size": 199, "hidden_size": 64, "num_hidden_layers": 2}
@@ -142,20 +142,20 @@ def test_attention_that_differs_from_the_models_own_is_found_at_loading(
 def test_rotation_that_depends_on_a_neighbour_is_found_at_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the limit of test_adapter's is not drawn, the check sees what it is for."""
+    """Without the limit on positions that test_adapter relies on, the check fails as it should."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
     factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
     _, folder = saved(
         make("Olmo2ForCausalLM", "Olmo2Config", **GROUPED, rope_parameters=rope | factors), tmp_path
     )
-    monkeypatch.setattr("kernels.models.adapter_loading._max_positions", lambda text: 256)
+    monkeypatch.setattr("kernels.models.transformers.loading._max_positions", lambda text: 256)
 
     with pytest.raises(ModelFileError, match="its logits are off by"):
         load_adapter(folder, torch.float32, torch.device("cpu"))
 
 
 def test_unknown_argument_of_attention_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It might do nothing on a prompt as short as the check's and much on a longer one."""
+    """It might have no effect on a prompt as short as the check's but a large one on a longer prompt."""
     _, folder = saved(FAMILIES["olmo2"], tmp_path)
     from transformers.models.olmo2 import modeling_olmo2
 

@@ -1,4 +1,4 @@
-"""Configs of native families that ask for more than the native decoders compute run through transformers and say so."""
+"""Configs of native families that the native decoders do not support run through transformers, with a warning."""
 
 import json
 import logging
@@ -11,8 +11,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from kernels import loading
 from kernels.errors import ModelFileError
-from kernels.models import decoder
 from kernels.weights.hugging_face import open_config
 from kernels.weights.native_fields import DEFAULTS
 from tests.kernels.driving import generate, tokens_of
@@ -163,14 +163,14 @@ def test_fields_that_change_nothing_stay_native(
     raw = _without_gaps(json.loads((folder / "config.json").read_text()) | rewritten)
     (folder / "config.json").write_text(json.dumps(raw))
     built: list[object] = []
-    right = decoder.PortableDecoder
+    right = loading.PortableDecoder
     monkeypatch.setattr(
-        decoder, "PortableDecoder", lambda *args, **kwargs: built.append(args) or right(*args, **kwargs)
+        loading, "PortableDecoder", lambda *args, **kwargs: built.append(args) or right(*args, **kwargs)
     )
 
     runner = load(folder)
 
-    assert built or family == "Gemma3"
+    assert built
     assert open_config(folder).foreign_field is None
     expected = _expected(model)
     assert tokens_of(generate(runner, _prompts(), NUM_TOKENS, chunk_tokens=9)) == expected
@@ -195,7 +195,7 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
 
 
 def test_llama_with_a_window_is_refused(tmp_path: Path) -> None:
-    """transformers reads the prompt without the window and generates with it: nothing to be equal to."""
+    """transformers reads the prompt without the window and generates with it, so there is nothing to compare with."""
     folder = save(_make("Llama", {}), tmp_path)
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"sliding_window": 20}))

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 from kernels.errors import ModelFileError
-from kernels.registry import ModelSource, resolve_model
-from kernels.runner import Runner, RunnerOptions, load_runner
-from kernels.weights import open_checkpoint
+from kernels.loading import load_runner
+from kernels.runner import Runner, RunnerOptions
+from kernels.weights.checkpoint import open_checkpoint
+from kernels.weights.source import ModelSource, resolve_model
 from tests.kernels.driving import generate, tokens_of
 from tests.kernels.gguf_writing import write_gguf
 from tests.kernels.needs import needs_compiled_path, real_model
@@ -41,9 +42,9 @@ def load(model: str, dtype: str = "float32", kv_cache_bytes: int = 1 << 21, **op
 def shortfalls(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], tokens: Mapping[str, Sequence[int]]
 ) -> torch.Tensor:
-    """By how much the logit of each token falls short of the one that transformers would choose there; 0 is equality.
+    """How far each token's logit is below that of the token that transformers would choose there; 0 is equality.
 
-    After the tokens so far, whoever chose them: a near tie that rounding turned is met once and not ever after.
+    Each is compared after the same tokens, so that a near tie that rounding decides differently counts once.
     """
     found = []
     for idx, prompt in enumerate(prompts):
@@ -134,7 +135,7 @@ def test_fields_that_change_the_arithmetic_are_refused(name: str, value: object,
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_text_part_of_a_model_that_reads_pictures(prefix: str, tmp_path: Path) -> None:
-    """As such checkpoints were published, and as transformers 5 writes them."""
+    """Names as in published checkpoints and as transformers 5 writes them."""
     model = make_model("gemma3")
     folder = save(model, tmp_path)
     tensors = load_file(folder / "model.safetensors")
@@ -202,7 +203,7 @@ def test_the_270m_model_equals_transformers(source: ModelSource, reference: PreT
 
 
 LONG_PROMPT = [2, *((7 * idx * idx) % 2000 + 500 for idx in range(599))]
-"""In whose chunks of 250 the layers with a window of 512 come to lose sight of the beginning."""
+"""A prompt in whose chunks of 250 the layers with a window of 512 no longer see the beginning."""
 
 
 @pytest.mark.model
@@ -222,7 +223,7 @@ def test_the_270m_model_equals_transformers_past_its_window(
 def test_the_270m_model_on_the_compiled_path_parts_from_transformers_only_at_near_ties(
     quantization: str, tie: float, agreeing: float, source: ModelSource, reference: PreTrainedModel
 ) -> None:
-    """Its logits scatter by 5."""
+    """Its logits have a standard deviation of 5."""
     runner = load(MODEL, "bfloat16", kv_cache_bytes=1 << 26, quantization=quantization)
 
     tokens = tokens_of(generate(runner, PROMPTS, NUM_TOKENS, chunk_tokens=11))

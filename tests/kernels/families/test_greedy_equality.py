@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from kernels.runner import Runner, RunnerOptions, load_runner
+from kernels.loading import load_runner
+from kernels.runner import Runner, RunnerOptions
 from tests.kernels.driving import generate, tokens_of
 from tests.kernels.tiny import FAMILIES, make_model, reference_tokens, save
 

@@ -9,8 +9,9 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kernels.registry import ModelSource
-from kernels.runner import Runner, RunnerOptions, load_runner
+from kernels.loading import load_runner
+from kernels.runner import Runner, RunnerOptions
+from kernels.weights.source import ModelSource
 from tests.kernels.driving import generate, tokens_of
 from tests.kernels.needs import real_model
 from tests.kernels.tiny import reference_tokens
@@ -131,7 +132,7 @@ def _choices(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int
 def test_twenty_prompts_together_equal_transformers(
     reference: PreTrainedModel, prompts: list[list[int]], together: dict[str, list[int]]
 ) -> None:
-    """By induction: transformers that chooses our token after each of our prefixes generates our text."""
+    """By induction: if transformers chooses our token after each of our prefixes, it generates our text."""
     for idx, prompt in enumerate(prompts):
         tokens = together[str(idx)]
         assert _choices(reference, prompt, tokens) == tokens, TEXTS[idx]
@@ -164,7 +165,7 @@ def test_chunked_prefill_equals_whole_prefill(
 def test_bfloat16_mostly_agrees_with_float32(
     prompts: list[list[int]], together: dict[str, list[int]]
 ) -> None:
-    """Rounding flips a near tie now and then, after which texts part; first tokens nearly always agree."""
+    """Rounding flips a near tie now and then, after which texts differ; first tokens nearly always agree."""
     tokens = tokens_of(generate(_load("bfloat16"), prompts, 4))
 
     agreeing = sum(tokens[idx][0] == together[idx][0] for idx in tokens)

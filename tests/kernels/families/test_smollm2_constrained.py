@@ -7,8 +7,9 @@ import jsonschema
 import orjson
 import pytest
 
-from kernels.registry import ModelSource
-from kernels.runner import Runner, RunnerOptions, load_runner
+from kernels.loading import load_runner
+from kernels.runner import Runner, RunnerOptions
+from kernels.weights.source import ModelSource
 from scheduler.config import SchedulerConfig
 from scheduler.plan import SamplingParams
 from scheduler.scheduler import Scheduler

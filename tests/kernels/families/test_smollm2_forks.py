@@ -1,4 +1,4 @@
-"""Four choices of one job on SmolLM2: the prompt computed once, and to the bit what four jobs of their own give."""
+"""Four choices of one job on SmolLM2: the prompt is computed once, the results are bit-identical to four jobs."""
 
 import math
 from collections.abc import Callable
@@ -6,11 +6,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from kernels.kv_pool import KVPool
-from kernels.model_runner import ModelRunner
-from kernels.models.decoder import DecoderModel
+from kernels.loading import load_runner
+from kernels.models.cpu.decoder import FusedDecoder
+from kernels.models.portable import PortableDecoder
 from kernels.ops.cpu.features import cpu_kernels_supported
-from kernels.runner import Dtype, Quantization, RunnerOptions, load_runner
+from kernels.runner import Dtype, Quantization, RunnerOptions
+from kernels.runtime.kv_pool import KVPool
+from kernels.runtime.model_runner import ModelRunner
 from scheduler.config import SchedulerConfig
 from scheduler.plan import RowResult, SamplingParams, StepPlan, StepResult, TokenLogprobs
 from scheduler.scheduler import Scheduler
@@ -33,7 +35,7 @@ class Case:
 
     @property
     def is_compiled(self) -> bool:
-        """The compiled step does not depend on neighbours by a bit, the portable one does in the last ones."""
+        """The compiled step does not depend on other rows at all, the portable one does in the last bits."""
         return self.dtype == "bfloat16"
 
 
@@ -79,7 +81,7 @@ def runner(case: Case) -> ModelRunner:
 
 def pool_of(runner: ModelRunner) -> KVPool:
     model = runner.model
-    assert isinstance(model, DecoderModel)
+    assert isinstance(model, FusedDecoder | PortableDecoder)
     return model.kv_pool
 
 
@@ -126,7 +128,7 @@ class Run:
             plan = scheduler.schedule(now_s)
             assert plan is not None
             self.plans.append(plan)
-            # A seat's state of the run before goes with the first plan.
+            # The first plan releases the slots of the previous run.
             released = tuple(range(8)) if first else plan.released_seats
             plan, first = self.before(scheduler, replace(plan, released_seats=released)), False
             scheduler.update(self.after(plan, self.runner.step(plan)), now_s)
@@ -171,7 +173,7 @@ def alone(runner: ModelRunner, num_prompt: int) -> dict[str, Outcome]:
 
 
 def check(case: Case, run: Run, alone: dict[str, Outcome], *names: str, known: int = 0) -> None:
-    """These choices are what they are alone, from their token number `known` on."""
+    """These choices equal those that are generated alone, from token number `known` on."""
     for name in names:
         outcome, expected = run.outcomes[name], alone[name]
         assert (outcome.tokens, outcome.finish) == (expected.tokens[known:], expected.finish), name
@@ -209,7 +211,7 @@ def test_control_with_copying_switched_off_they_do_not(
 def test_a_preempted_fork_equals_an_undisturbed_one(
     runner: ModelRunner, case: Case, num_prompt: int, alone: dict[str, Outcome]
 ) -> None:
-    """The pool has room for the prompt and a block or two of each choice, and each wants two or three."""
+    """The pool has room for the prompt and a block or two of each choice, which needs two or three."""
     run = Run(runner, num_blocks=11, enable_prefix_caching=False)(*choices(num_prompt))
 
     assert run.scheduler.stats().num_preemptions > 0
@@ -236,7 +238,7 @@ def test_the_leader_is_cancelled(
 def test_nobody_reads_the_blocks_of_a_leader_that_got_nan(
     runner: ModelRunner, case: Case, num_prompt: int, alone: dict[str, Outcome]
 ) -> None:
-    """Its K/V becomes NaN in its last prefill step, whose row says so."""
+    """Its K/V becomes NaN in its last prefill step, whose row ends in an error."""
     pool = pool_of(runner)
 
     def break_leader(plan: StepPlan, result: StepResult) -> StepResult:
@@ -258,7 +260,7 @@ def test_nobody_reads_the_blocks_of_a_leader_that_got_nan(
 def test_choices_resumed_with_what_each_had_go_on_to_the_bit(
     runner: ModelRunner, case: Case, num_prompt: int, alone: dict[str, Outcome]
 ) -> None:
-    """As after the death of a worker: another scheduler, another pool, some tokens known of each choice."""
+    """As after a worker died: another scheduler and pool, with some tokens of each choice known."""
     known = {"c0": 3, "c1": 0, "c2": 11, "c3": MAX_TOKENS}
     specs = [
         replace(spec, generated_token_ids=tuple(alone[spec.request_id].tokens[: known[spec.request_id]]))

@@ -1,4 +1,4 @@
-"""How the three modes share one process: the tensors' device chooses, see `kernels.gpu.jit`.
+"""How the three modes share one process: the tensors' device chooses, see `kernels.ops.gpu.jit`.
 
 CPU tensors are interpreted, meta tensors are recorded and compiled ahead, CUDA tensors run. TRITON_INTERPRET must
 not be set: it would turn triton.language's own functions into interpreted ones for the whole process, compiler

@@ -1,14 +1,14 @@
-"""Devices that are behind the host, without a device."""
+"""Simulates devices that run later than the host."""
 
 from collections import deque
 
 import torch
 
-from kernels.gpu.copies import Event, ImmediateCopies
+from kernels.runtime.gpu.copies import Event, ImmediateCopies
 
 
 class LateCopies:
-    """Gets to a copy only when somebody waits for it or for something behind it."""
+    """Makes a copy only when it, or something after it, is waited for."""
 
     pins = False
 
@@ -16,7 +16,7 @@ class LateCopies:
         self._queue: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
         self._num_queued = 0
         self.num_waits = 0
-        """waits for something that had not come yet"""
+        """waits for copies that had not been made"""
         self.copied: list[torch.Tensor] = []
         """each copy's contents when it was made"""
 
@@ -49,14 +49,14 @@ class _Reached:
 
 
 class LateEvents(ImmediateCopies):
-    """Copies at once, as interpreted kernels need it, but gets to nothing before somebody waits for it or for something
-    behind it: the host knows no token of a step that it has not waited for."""
+    """Copies at once, as interpreted kernels need, but reports a copy as done only once it, or something after it, was
+    waited for: the host knows no token of a step that it has not waited for."""
 
     def __init__(self) -> None:
         self._num_recorded = 0
         self.reached = 0
         self.num_waits = 0
-        """waits for something that had not come yet"""
+        """waits for copies that had not been made"""
 
     def record(self) -> Event:
         self._num_recorded += 1

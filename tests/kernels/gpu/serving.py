@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from kernels.config import ModelConfig
-from kernels.gpu.bench import RandomWeights
-from kernels.gpu.copies import Copies
-from kernels.gpu.decoder import GpuDecoderModel
-from kernels.gpu.kv_pool import GpuKVPool
-from kernels.gpu.sampler import GpuSampler
-from kernels.gpu.step_inputs import StepInputs
 from kernels.grammar import Grammars, TokenVocabulary
-from kernels.model_runner import ModelRunner, PoolShape
+from kernels.models.gpu.decoder import GpuDecoderModel
 from kernels.runner import PendingStep
+from kernels.runtime.gpu.copies import Copies
+from kernels.runtime.gpu.kv_pool import GpuKVPool
+from kernels.runtime.gpu.step_inputs import StepInputs
+from kernels.runtime.model_runner import ModelRunner, PoolShape
+from kernels.sampling.gpu.sampler import GpuSampler
+from kernels.tools.gpu_bench import RandomWeights
 from scheduler.config import SchedulerConfig
 from scheduler.plan import SamplingParams, StepPlan, StepResult, TokenLogprobs
 from scheduler.scheduler import Scheduler
@@ -50,7 +50,7 @@ def make_runner(device: torch.device, copies: Copies | None = None) -> tuple[Mod
 
 @dataclass
 class Served:
-    """What came out for one request."""
+    """The output of one request."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -69,7 +69,7 @@ def serve(
     num_lookahead_steps: int,
     begin: Callable[[StepPlan], PendingStep] | None = None,
 ) -> dict[str, Served]:
-    """Until all have ended; with look-ahead, as the engine does it, two steps are out most of the time."""
+    """Serve until all have ended. With look-ahead, as in the engine, two steps are in flight most of the time."""
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=runner.num_blocks,
@@ -85,13 +85,13 @@ def serve(
     for spec in specs:
         served[spec.request_id] = Served()
         assert scheduler.add(spec, 0.0) is None
-    out: deque[PendingStep] = deque()
+    in_flight: deque[PendingStep] = deque()
     while True:
-        while len(out) <= num_lookahead_steps and (plan := scheduler.schedule(0.0)) is not None:
-            out.append((begin or runner.begin)(plan))
-        if not out:
+        while len(in_flight) <= num_lookahead_steps and (plan := scheduler.schedule(0.0)) is not None:
+            in_flight.append((begin or runner.begin)(plan))
+        if not in_flight:
             break
-        scheduler.update(out.popleft().wait(), 0.0)
+        scheduler.update(in_flight.popleft().wait(), 0.0)
         for update in scheduler.take_updates():
             served[update.request_id].take(update)
     assert all(each.finish is not None for each in served.values())
@@ -126,7 +126,7 @@ MIXED = (
 
 
 def assert_same(actual: dict[str, Served], expected: dict[str, Served]) -> None:
-    """Log-probabilities but for the rounding of matrices whose rows are batched differently."""
+    """Equal log-probabilities up to the rounding of matrices whose rows are batched differently."""
     for request_id, one in expected.items():
         other = actual[request_id]
         assert (other.tokens, other.finish, other.error) == (one.tokens, one.finish, one.error), request_id
@@ -136,7 +136,7 @@ def assert_same(actual: dict[str, Served], expected: dict[str, Served]) -> None:
 
 
 class Piped:
-    """What the step thread does around a runner, on this thread."""
+    """Does what the step thread does around a runner, on this thread."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._pipeline = StepPipeline(runner, self._post)

@@ -1,7 +1,7 @@
-"""Every kernel compiled for architectures that are not here, held to limits on what it occupies.
+"""Every kernel, compiled for architectures that are not here, stays within limits on its resources.
 
 By default a few cases per architecture; TAILRACE_TEST_AOT=full compiles all (a minute of one core when Triton's
-cache is cold). `python -m kernels.gpu.aot_report --limits [TABLE]` prints the table again after a change that is meant;
+cache is cold). `python -m kernels.tools.aot --limits [TABLE]` prints the table again after an intended change;
 this one holds for Triton 3.6 and 3.7.
 """
 
@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kernels.gpu.aot import ARCHITECTURES, compile_launch, record
-from kernels.gpu.aot_cases import CASES, AotCase
-from kernels.gpu.aot_report import case_resources, with_headroom
 from kernels.ops.paged_attention.gpu import HEAD_DIMS
+from kernels.tools.aot import ARCHITECTURES, case_resources, compile_launch, record, with_headroom
+from kernels.tools.aot_cases import CASES, AotCase
 
 LIMITS: dict[str, dict[str, dict[str, int]]] = json.loads(
     Path(__file__).with_name("limits.json").read_text(encoding="utf-8")

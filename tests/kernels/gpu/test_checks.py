@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.gpu.checks import CHECKS, Check, checks_of
-from kernels.gpu.checks.attention import ATTENTION_CASES, check_attention
-from kernels.gpu.checks.case import poisoned_outputs
-from kernels.gpu.tuning import TABLE_PATH, load_table
+from kernels.ops.gpu.tuning import TABLE_PATH, load_table
 from kernels.ops.paged_attention import gpu_decode, gpu_prefill
+from kernels.tools.checks import CHECKS, Check, checks_of
+from kernels.tools.checks.attention import ATTENTION_CASES, check_attention
+from kernels.tools.checks.case import poisoned_outputs
 
 by_name = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name.replace("torch.", ""))
 
@@ -69,7 +69,7 @@ def test_control_a_decode_split_that_is_not_reduced_is_caught(monkeypatch: pytes
 
 
 def test_more_splits_than_one_round_of_the_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thirty-two splits are 8 K of context, too long to interpret: rounds of two stand for them."""
+    """Thirty-two splits are 8 K of context, too long to interpret, so rounds of two are tested instead."""
     monkeypatch.setattr(gpu_decode, "SPLITS_BLOCK", 2)
     check_attention(torch.device("cpu"), replace(ATTENTION_CASES[0], rows=((1, 900), (1, 300))))
 

@@ -9,16 +9,16 @@ from transformers import PreTrainedModel
 
 from kernels.batch import ForwardBatch
 from kernels.config import ModelConfig
-from kernels.gpu import decode_graphs
-from kernels.gpu.aot import _specialize
-from kernels.gpu.bench import RandomWeights
-from kernels.gpu.decoder import GpuDecoderModel
-from kernels.gpu.jit import Kernel
-from kernels.gpu.kv_pool import GpuKVPool
-from kernels.kv_pool import KVPool
-from kernels.models.decoder import DecoderModel
-from kernels.registry import ModelFormat, ModelSource
-from kernels.weights import Checkpoint, open_checkpoint
+from kernels.loading import make_decoder
+from kernels.models.gpu.decoder import GpuDecoderModel
+from kernels.ops.gpu.jit import Kernel
+from kernels.runtime.gpu import decode_graphs
+from kernels.runtime.gpu.kv_pool import GpuKVPool
+from kernels.runtime.kv_pool import KVPool
+from kernels.tools.aot import _specialize
+from kernels.tools.gpu_bench import RandomWeights
+from kernels.weights.checkpoint import Checkpoint, open_checkpoint
+from kernels.weights.source import ModelFormat, ModelSource
 from tests.kernels.tiny import make_model, save
 
 BLOCK_SIZE = 16
@@ -76,7 +76,7 @@ STEPS = (
     ((0, 20, 21), (1, 37, 45), (2, 0, 5)),
     ((0, 21, 22), (1, 45, 46), (2, 5, 6)),
 )
-"""Two prompts; a decoding row beside a chunk behind a prefix and a new prompt; three decoding rows."""
+"""Two prompts; a decoding row beside a chunk after a prefix and a new prompt; three decoding rows."""
 
 
 @torch.inference_mode()
@@ -98,14 +98,14 @@ def test_interpreted_forward_equals_transformers(family: str, build: Build) -> N
 
 @torch.inference_mode()
 def test_gemma_in_bfloat16_is_no_farther_from_exact_than_the_portable_decoder(tmp_path: Path) -> None:
-    """Each rounds at its own places; norm weights and the sum in a norm must stay wide in both."""
+    """Each rounds in different places; norm weights and the sum in a norm must stay float32 in both."""
     model = make_model("gemma3")
     source = ModelSource(save(model, tmp_path), ModelFormat.HUGGING_FACE, "gemma3")
     checkpoint = open_checkpoint(source, torch.bfloat16)
     config, dtype = checkpoint.config, torch.bfloat16
     tokens = [[(5 * j + 3) % 199 for j in range(30)]]
     batch = make_batch(tokens, ((0, 0, 30),))
-    portable = DecoderModel(
+    portable = make_decoder(
         config, checkpoint.weights, KVPool(config, 10, BLOCK_SIZE, dtype, torch.device("cpu")), dtype=dtype
     )
     pool = GpuKVPool(config, 10, BLOCK_SIZE, dtype, "cpu")
@@ -184,7 +184,7 @@ def test_warmup_leaves_the_pool_alone() -> None:
 
 
 def test_warmup_asks_for_every_variant_that_a_step_may_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not compiled by then is compiled in the middle of serving, copies of blocks among it."""
+    """What is not compiled by then, including copies of blocks, is compiled while serving."""
     variants: set[tuple[str, str]] = set()
 
     def asked(self: Kernel, grid: tuple[int, ...], arguments: dict[str, object], **_: int) -> None:

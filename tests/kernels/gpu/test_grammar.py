@@ -6,10 +6,10 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from kernels.gpu.sampler import GpuSampler
-from kernels.gpu.step_inputs import StepInputs
 from kernels.grammar import Grammars, TokenVocabulary
-from kernels.sampling import Sampler
+from kernels.runtime.gpu.step_inputs import StepInputs
+from kernels.sampling.cpu.sampler import Sampler
+from kernels.sampling.gpu.sampler import GpuSampler
 from scheduler.plan import SamplingParams, ScheduledRow
 
 CPU = torch.device("cpu")
@@ -23,11 +23,11 @@ def grammars() -> Grammars:
     return Grammars(TokenVocabulary(TOKENS, EOS), VOCAB)
 
 
-def row(seat: int, sampling: SamplingParams, generated: list[int]) -> ScheduledRow:
+def row(slot: int, sampling: SamplingParams, generated: list[int]) -> ScheduledRow:
     history = ((5,), tuple(generated)) if sampling.needs_history and not generated else None
     last = generated[-1] if generated else 5
     return ScheduledRow(
-        f"r{seat}", seat, (last,), 9 + len(generated), (0,), sampling, len(generated), history
+        f"r{slot}", slot, (last,), 9 + len(generated), (0,), sampling, len(generated), history
     )
 
 
@@ -46,24 +46,24 @@ def test_constrained_rows_beside_plain_ones_equal_the_hosts(grammars: Grammars) 
     generated: list[list[int]] = [[] for _ in sampling]
     for step in range(4):
         live = [
-            seat
-            for seat in range(len(sampling))
-            if not EOS & set(generated[seat]) and (seat != 3 or step == 0)
+            slot
+            for slot in range(len(sampling))
+            if not EOS & set(generated[slot]) and (slot != 3 or step == 0)
         ]
         logits = torch.randn(len(live), VOCAB, generator=torch.Generator().manual_seed(step)) * 3
-        rows = [row(seat, sampling[seat], generated[seat]) for seat in live]
+        rows = [row(slot, sampling[slot], generated[slot]) for slot in live]
         results = ours.sample(logits, rows)
         assert results == theirs.sample(logits, rows)
-        for seat, result in zip(live, results, strict=True):
-            assert (result.error is None) == (seat != 3), result
-            generated[seat] += [] if result.token_id is None else [result.token_id]
-    for seat in (0, 2, 4):
-        assert generated[seat][-1] in EOS
-        assert b"".join(TOKENS[token_id] for token_id in generated[seat]).isalpha()
+        for slot, result in zip(live, results, strict=True):
+            assert (result.error is None) == (slot != 3), result
+            generated[slot] += [] if result.token_id is None else [result.token_id]
+    for slot in (0, 2, 4):
+        assert generated[slot][-1] in EOS
+        assert b"".join(TOKENS[token_id] for token_id in generated[slot]).isalpha()
 
 
 def test_a_masked_row_leaves_its_neighbours_as_they_are(grammars: Grammars) -> None:
-    plain = [row(seat, SamplingParams(seed=seat, top_k=5 * seat), []) for seat in range(4)]
+    plain = [row(slot, SamplingParams(seed=slot, top_k=5 * slot), []) for slot in range(4)]
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(7))
     sampler = GpuSampler(VOCAB, StepInputs(CPU, 8))
     sampler.constrain_with(grammars)
@@ -76,7 +76,7 @@ def test_a_masked_row_leaves_its_neighbours_as_they_are(grammars: Grammars) -> N
 
 
 def test_bans_leave_a_masks_other_tokens_and_a_mask_of_banned_tokens_alone(grammars: Grammars) -> None:
-    """The last word of a mask is not full; a text that is complete may end although too few tokens were made."""
+    """The last word of a mask is not full; a complete text may end although it has fewer than min_tokens."""
     ours = GpuSampler(VOCAB, StepInputs(CPU, 8))
     ours.constrain_with(grammars)
     banned = (TOKENS.index(b"b"), TOKENS.index(b"~"), 10_000)
@@ -86,5 +86,5 @@ def test_bans_leave_a_masks_other_tokens_and_a_mask_of_banned_tokens_alone(gramm
     ]
     logits = torch.zeros(2, VOCAB)
     logits[:, banned[1]], logits[:, banned[0]] = 5.0, 4.0
-    results = ours.sample(logits, [row(seat, params, []) for seat, params in enumerate(sampling)])
+    results = ours.sample(logits, [row(slot, params, []) for slot, params in enumerate(sampling)])
     assert [result.token_id for result in results] == [TOKENS.index(b"c"), banned[1]]

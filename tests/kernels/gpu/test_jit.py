@@ -7,9 +7,9 @@ import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from kernels.gpu.aot import _specialize, compile_launch, record
-from kernels.gpu.interpreter import interpreting
-from kernels.gpu.jit import device_function, kernel
+from kernels.ops.gpu.interpreter import interpreting
+from kernels.ops.gpu.jit import device_function, kernel
+from kernels.tools.aot import _specialize, compile_launch, record
 
 SIZE = 64
 
@@ -59,7 +59,7 @@ def test_meta_tensors_are_recorded_and_compile_for_a_device_that_is_not_there() 
 
 
 def test_hazard_interpretation_leaves_the_compiler_intact() -> None:
-    """Triton's own call of a device function in the interpreter patches triton.language and never takes it back."""
+    """Triton's own call of a device function in the interpreter patches triton.language and never restores it."""
     before = (JITFunction.__call__, tl.load, tl.core.load, tl.tensor.to, tl.reduce, tl.core.reduce)
     _sum_of(torch.randn(3, SIZE))
     assert before == (JITFunction.__call__, tl.load, tl.core.load, tl.tensor.to, tl.reduce, tl.core.reduce)
@@ -107,7 +107,7 @@ def test_an_empty_grid_launches_nothing() -> None:
 
 
 def test_a_parameter_that_changes_from_step_to_step_makes_no_new_variant() -> None:
-    """`num_rows` of 1, 16 and 17 would be three compilations, the last two in the middle of serving."""
+    """`num_rows` of 1, 16 and 17 would be three compilations, the last two while serving."""
 
     def specialized(num_rows: int) -> object:
         launch = record(lambda: _sum_of(torch.empty(num_rows, SIZE, device="meta")))[0]

@@ -1,4 +1,4 @@
-"""What is said of models and options that have no path on the GPU."""
+"""Messages for models and options that the GPU does not support."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import model_loading
-from kernels.config import Gemma3Shape, ModelConfig
+from kernels import loading
+from kernels.config import ModelConfig
 from kernels.errors import OptionsError
-from kernels.gpu.loading import load_on_gpu
-from kernels.gpu.support import missing_on_gpu
-from kernels.registry import ModelFormat, ModelSource
+from kernels.loading import load_on_gpu, missing_on_gpu
 from kernels.runner import RunnerOptions
-from kernels.weights import open_checkpoint
+from kernels.weights.checkpoint import open_checkpoint
+from kernels.weights.source import ModelFormat, ModelSource
 from tests.kernels.tiny import make_model, save
 
 CONFIG = ModelConfig("llama", 1, 32, 48, 2, 1, 16, 99, 128, 1e-6, 10000.0)
@@ -41,7 +40,7 @@ def test_what_is_missing_is_named(config: ModelConfig, options: RunnerOptions, r
 def test_native_families_miss_nothing() -> None:
     for config in (
         CONFIG,
-        replace(CONFIG, gemma3=Gemma3Shape((512, None), 1e4, 0.1)),
+        replace(CONFIG, layer_windows=(512,), local_rope_theta=1e4, has_post_norms=True),
         replace(CONFIG, qk_norm=True),
     ):
         assert missing_on_gpu(config, OPTIONS) is None
@@ -56,22 +55,22 @@ def test_loading_refuses_what_has_no_path(source: ModelSource) -> None:
 def test_auto_takes_the_cpu_and_says_why_and_cuda_insists(
     source: ModelSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(model_loading.torch.cuda, "is_available", lambda: True)
-    options = replace(OPTIONS, quantization="int8", dtype="float32")
-    runner = model_loading.load_model_runner(options, source)
+    monkeypatch.setattr(loading.torch.cuda, "is_available", lambda: True)
+    options = replace(OPTIONS, model=str(source.path), quantization="int8", dtype="float32")
+    runner = loading.load_runner(options)
     assert not runner.prefers_lookahead
     assert "quantization int8 has no path there yet; the model runs on the cpu" in caplog.text
     with pytest.raises(OptionsError, match="device is cuda; quantization int8"):
-        model_loading.load_model_runner(replace(options, device="cuda"), source)
+        loading.load_runner(replace(options, device="cuda"))
 
 
 def test_a_device_that_is_too_old_is_passed_over(
     source: ModelSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(model_loading.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(model_loading.torch.cuda, "get_device_capability", lambda: (7, 5))
-    options = replace(OPTIONS, dtype="float32")
-    assert not model_loading.load_model_runner(options, source).prefers_lookahead
+    monkeypatch.setattr(loading.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(loading.torch.cuda, "get_device_capability", lambda: (7, 5))
+    options = replace(OPTIONS, model=str(source.path), dtype="float32")
+    assert not loading.load_runner(options).prefers_lookahead
     assert "its compute capability is 7.5; the kernels need 8.0; the model runs on the cpu" in caplog.text
     with pytest.raises(OptionsError, match=r"device is cuda; its compute capability is 7\.5"):
-        model_loading.load_model_runner(replace(options, device="cuda"), source)
+        loading.load_runner(replace(options, device="cuda"))

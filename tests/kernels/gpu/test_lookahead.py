@@ -1,7 +1,7 @@
-"""A step begins while the one before is still out: the same tokens as one at a time, through the product's scheduler.
+"""A step begins while the one before is in flight: the same tokens as one at a time, through the product's scheduler.
 
-Interpreted, nothing is really late; LateEvents keeps the host from knowing a token before it has waited for it, so
-that the device's part has to do without.
+Interpreted kernels are never late. LateEvents keeps the host from knowing a token before it has waited for it, so that
+the device's part cannot depend on it.
 """
 
 import re
@@ -14,13 +14,14 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from kernels.gpu import decode_graphs, decoder
-from kernels.gpu.copies import Copies
-from kernels.gpu.decoder import GpuDecoderModel
-from kernels.gpu.sampled_rows import SampledRows
-from kernels.gpu.sampler import GpuSampler
+from kernels.models.gpu import decoder
+from kernels.models.gpu.decoder import GpuDecoderModel
 from kernels.ops.embed_tokens.gpu import embed_tokens
 from kernels.runner import PendingStep
+from kernels.runtime.gpu import decode_graphs
+from kernels.runtime.gpu.copies import Copies
+from kernels.sampling.gpu.sampler import GpuSampler
+from kernels.sampling.gpu.sampling_results import SamplingResults
 from scheduler.plan import StepPlan
 from scheduler.spec import FinishReason, RequestSpec
 from tests.kernels.gpu.late import LateEvents
@@ -58,7 +59,7 @@ def one_at_a_time() -> dict[str, Served]:
 
 
 def test_tokens_logprobs_and_reasons_are_those_of_one_step_at_a_time() -> None:
-    """Greedy and seeded, with and without penalties; one more request than seats."""
+    """Greedy and seeded, with and without penalties; one more request than slots."""
     served = serve(make_runner(CPU, LateEvents())[0], specs_of(MIXED), 1)
     assert_same(served, one_at_a_time())
     assert {each.finish for each in served.values()} == {FinishReason.LENGTH}
@@ -66,7 +67,7 @@ def test_tokens_logprobs_and_reasons_are_those_of_one_step_at_a_time() -> None:
 
 
 def test_a_request_that_ends_by_stop_id_while_its_next_step_is_out() -> None:
-    """What it sampled behind its end counts for nothing, and its neighbours do not notice."""
+    """What a request sampled after its end does not count and does not affect other rows."""
     expected = dict(one_at_a_time())
     stops = [expected["r0"].tokens[2], None, expected["r2"].tokens[1]]
     for request_id, stop in (("r0", stops[0]), ("r2", stops[2])):
@@ -86,7 +87,7 @@ def test_a_grammar_is_followed_token_by_token() -> None:
 
 
 def test_control_without_the_tokens_that_stayed_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pending tokens read as token 0: something else has to come out, or nothing above was pending."""
+    """Pending tokens read as token 0 must change the output, or nothing above was pending."""
     specs = specs_of(MIXED[:1])
 
     def forgetful(token_ids: torch.Tensor, *rest: torch.Tensor, scale: float | None) -> torch.Tensor:
@@ -98,7 +99,7 @@ def test_control_without_the_tokens_that_stayed_on_the_device(monkeypatch: pytes
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, call_idx: int) -> None:
-    """The call with this number raises when it has done its work."""
+    """The call with this number raises after it has done its work."""
     calls = count()
     method = getattr(owner, name)
 
@@ -122,8 +123,8 @@ def undisturbed() -> dict[str, Served]:
 @pytest.mark.parametrize(
     ("owner", "name", "call_idx"),
     [
-        (SampledRows, "wait", 2),
-        (SampledRows, "wait", 3),
+        (SamplingResults, "wait", 2),
+        (SamplingResults, "wait", 3),
         (GpuSampler, "start", 3),
         (GpuDecoderModel, "forward", 4),
     ],
@@ -194,6 +195,6 @@ def test_masks_take_a_second_copy_and_wait_for_the_token_before(monkeypatch: pyt
 
 @pytest.mark.gpu
 def test_compiled_lookahead_equals_one_step_at_a_time(cuda_device: torch.device) -> None:
-    """Graph replays with pending tokens, on a device that really is behind."""
+    """Graph replays with pending tokens, on a device that really runs later than the host."""
     free = serve(make_runner(cuda_device)[0], specs_of(MIXED, max_tokens=30), 0)
     check_same(cuda_device, None, specs_of(MIXED, [free["r0"].tokens[9]], max_tokens=30))

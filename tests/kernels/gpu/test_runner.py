@@ -1,4 +1,4 @@
-"""Plans to tokens behind the product's runner, interpreted; and what only a GPU can show."""
+"""From plans to tokens through the product's runner, interpreted; and what only a GPU can show."""
 
 import math
 from pathlib import Path
@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.gpu import decode_graphs
-from kernels.gpu.bench import LLAMA_8B, RandomWeights
-from kernels.gpu.checks.attention import AttentionCase, check_attention
-from kernels.gpu.decoder import GpuDecoderModel
-from kernels.gpu.kv_pool import GpuKVPool
-from kernels.gpu.loading import load_on_gpu
-from kernels.kv_pool import bytes_per_block
+from kernels.loading import load_on_gpu
+from kernels.models.gpu.decoder import GpuDecoderModel
 from kernels.ops.store_kv.gpu import KVBlocks, Rotary, store_kv
-from kernels.registry import ModelFormat, ModelSource
 from kernels.runner import RunnerOptions
-from kernels.weights import open_checkpoint
+from kernels.runtime.gpu import decode_graphs
+from kernels.runtime.gpu.kv_pool import GpuKVPool
+from kernels.runtime.kv_pool import bytes_per_block
+from kernels.tools.checks.attention import AttentionCase, check_attention
+from kernels.tools.gpu_bench import LLAMA_8B, RandomWeights
+from kernels.weights.checkpoint import open_checkpoint
+from kernels.weights.source import ModelFormat, ModelSource
 from tests.kernels.driving import Driver, Generation
 from tests.kernels.gpu.test_decoder import SMALL, make_batch
 from tests.kernels.test_determinism_gpu import LENGTHS, check_attention_alone
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def check_greedy_tokens(folder: Path, device: torch.device, num_tokens: int) -> None:
-    """Chunked prompts, mixed and pure decode steps, through ModelRunner; tokens as transformers gives them."""
+    """Chunked prompts, mixed and pure decode steps, through ModelRunner; tokens equal those of transformers."""
     model = make_model("llama")
     checkpoint = open_checkpoint(
         ModelSource(save(model, folder), ModelFormat.HUGGING_FACE, "tiny"), torch.float32
@@ -96,7 +96,7 @@ def test_hazard_offsets_beyond_32_bits(cuda_device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_attention_over_a_long_context(cuda_device: torch.device) -> None:
-    """Thirty-three splits, reduced thirty-two at a time, and a long chunk behind a long prefix."""
+    """Thirty-three splits, reduced thirty-two at a time, and a long chunk after a long prefix."""
     rows = ((1, 8192 + 5), (1, 4096), (700, 5000))
     check_attention(cuda_device, AttentionCase(128, 32, 8, 16, torch.bfloat16, rows))
 

@@ -1,4 +1,4 @@
-"""The device's sampler beyond equality with the host's, which the checks cover."""
+"""The device's sampler, except its equality with the host's, which the checks cover."""
 
 import math
 
@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.gpu.checks.sampling import _assert_same, check_sampling, make_params
-from kernels.gpu.jit import Kernel
-from kernels.gpu.sample_rows import host_tensors, mask_tensors, prepare, sample_inputs
-from kernels.gpu.sampler import GpuSampler
-from kernels.gpu.step_inputs import StepInputs
+from kernels.ops.gpu.jit import Kernel
 from kernels.ops.sampling.gpu import STATUS_OK, Allowed, sample
 from kernels.ops.sampling.gpu_counts import _token_counts_kernel
 from kernels.ops.sampling.gpu_kernel import _bias_kernel, _sample_kernel
-from kernels.sampling import Sampler
+from kernels.runtime.gpu.step_inputs import StepInputs
+from kernels.sampling.cpu.sampler import Sampler
+from kernels.sampling.gpu.sampler import GpuSampler
+from kernels.sampling.gpu.sampling_inputs import host_tensors, mask_tensors, prepare, sampling_inputs
+from kernels.tools.checks.sampling import _assert_same, check_sampling, make_params
 from scheduler.plan import RowResult, SamplingParams, ScheduledRow, TokenLogprobs
 
 CPU = torch.device("cpu")
@@ -22,18 +22,18 @@ VOCAB = 70
 
 
 def row(
-    seat: int,
+    slot: int,
     sampling: SamplingParams,
     history: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
     position: int = 9,
 ) -> ScheduledRow:
-    return ScheduledRow(f"r{seat}", seat, (1,), position, (0,), sampling, 3, history)
+    return ScheduledRow(f"r{slot}", slot, (1,), position, (0,), sampling, 3, history)
 
 
 def test_hazard_a_nan_row_ends_alone() -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
     logits[1, 4], logits[2, 5] = math.nan, math.inf
-    rows = [row(seat, SamplingParams(seed=seat)) for seat in range(3)]
+    rows = [row(slot, SamplingParams(seed=slot)) for slot in range(3)]
     good, nan, infinite = GpuSampler(VOCAB, StepInputs(CPU, 4)).sample(logits, rows)
     assert good.error is None
     assert good == Sampler(VOCAB).sample(logits[:1], rows[:1])[0]
@@ -43,7 +43,7 @@ def test_hazard_a_nan_row_ends_alone() -> None:
 
 def test_a_rows_token_does_not_depend_on_its_neighbours() -> None:
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1))
-    rows = [row(seat, SamplingParams(seed=seat, top_p=0.8)) for seat in range(5)]
+    rows = [row(slot, SamplingParams(seed=slot, top_p=0.8)) for slot in range(5)]
     together = GpuSampler(VOCAB, StepInputs(CPU, 8)).sample(logits, rows)
     for i in range(5):
         assert GpuSampler(VOCAB, StepInputs(CPU, 8)).sample(logits[i : i + 1], rows[i : i + 1]) == [
@@ -51,8 +51,8 @@ def test_a_rows_token_does_not_depend_on_its_neighbours() -> None:
         ]
 
 
-def test_hazard_a_seats_counts_end_with_its_request() -> None:
-    """The second request on a seat starts from its own history, whatever the first one generated."""
+def test_hazard_a_slots_counts_end_with_its_request() -> None:
+    """The second request on a slot starts from its own history, whatever the first one generated."""
     params = SamplingParams(seed=0, temperature=0.0, frequency_penalty=2.0)
     logits = torch.zeros(1, VOCAB)
     logits[0, 7], logits[0, 8] = 1.5, 1.0
@@ -65,7 +65,7 @@ def test_hazard_a_seats_counts_end_with_its_request() -> None:
 
 
 def test_hazard_a_step_that_runs_again_counts_nothing_twice() -> None:
-    """Alone after a failed step, and even when the step behind it had run already: the same tokens come out."""
+    """Repeated after a failed step, and even if the next step had already run, it gives the same tokens."""
     params = SamplingParams(seed=0, temperature=0.0, frequency_penalty=1.0)
     logits = torch.full((1, VOCAB), -9.0)
     logits[0, 7], logits[0, 8] = 4.5, 3.0
@@ -77,8 +77,8 @@ def test_hazard_a_step_that_runs_again_counts_nothing_twice() -> None:
         assert sampler.sample(logits, [rows[step]])[0].token_id == expected[step], step
 
 
-def test_each_seat_keeps_the_tokens_that_the_next_step_reads() -> None:
-    """By position; a row that fails leaves token 0."""
+def test_each_slot_keeps_the_tokens_that_the_next_step_reads() -> None:
+    """Tokens are kept by position; a row that fails leaves token 0."""
     inputs = StepInputs(CPU, 4)
     logits = torch.full((3, VOCAB), -9.0)
     logits[0, 7], logits[1, 8], logits[2, 9] = 1.0, math.nan, 1.0
@@ -143,7 +143,7 @@ def test_repetition_penalty_covers_the_prompt_and_the_others_do_not() -> None:
 
 
 class Variants:
-    """Stands where kernels are launched; keeps each compile-time choice that was asked for."""
+    """Replaces launches; records the compile-time parameters of each."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[object, ...]] = set()
@@ -160,7 +160,7 @@ class Variants:
 
 
 def test_warmup_asks_for_every_variant_that_a_step_may_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not compiled by then is compiled in the middle of serving."""
+    """What is not compiled by then is compiled while serving."""
     warm, served = Variants(), Variants()
     inputs = StepInputs(CPU, 4)
     logits = torch.zeros((1, VOCAB))
@@ -183,13 +183,13 @@ def test_warmup_asks_for_every_variant_that_a_step_may_need(monkeypatch: pytest.
 
 def test_a_bit_mask_leaves_only_what_it_names() -> None:
     """Words of 32 tokens, the last one not full; the sign bit; a row without mask beside them."""
-    rows = [row(seat, SamplingParams(seed=5, temperature=float(seat > 0))) for seat in range(4)]
+    rows = [row(slot, SamplingParams(seed=5, temperature=float(slot > 0))) for slot in range(4)]
     tensors = host_tensors([prepare(each, VOCAB, None) for each in rows])
     words = np.zeros((3, -(-VOCAB // 32)), dtype=np.int32)
     words[0, 1] = -(1 << 31)  # token 63
     words[1, 2] = 1 << 5  # token 69, the last one
     masks = mask_tensors({0: words[0], 1: words[1], 3: words[2]}, num_rows=4)
-    inputs = sample_inputs(tensors, StepInputs(CPU, 4).ring, None, Allowed(**masks))
+    inputs = sampling_inputs(tensors, StepInputs(CPU, 4).ring, None, Allowed(**masks))
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(4))
     found = sample(logits, inputs)
     assert found.token_ids[:2].tolist() == [63, 69]
@@ -200,7 +200,7 @@ def test_a_bit_mask_leaves_only_what_it_names() -> None:
 
 
 def test_the_check_lets_devices_differ_only_among_equals_at_the_lists_end() -> None:
-    """Which of those `topk` lists is not said, and differs between devices."""
+    """Which of them `topk` lists is unspecified and differs between devices."""
 
     def listing(*token_ids: int) -> RowResult:
         top = tuple((token_id, float(logits[token_id])) for token_id in token_ids)

@@ -1,18 +1,23 @@
-"""Staging, padding, buckets and the pool: what carries a step to the device."""
+"""Uploads, padding, buckets and the pool: what brings a step to the device."""
 
 import pytest
 import torch
 
 from kernels.batch import ForwardBatch
 from kernels.config import ModelConfig
-from kernels.gpu import decode_graphs
-from kernels.gpu.copies import ImmediateCopies
-from kernels.gpu.decode_graphs import BATCH_BUCKETS, MAX_GRAPHS, DecodeGraphs
-from kernels.gpu.kv_pool import GpuKVPool
-from kernels.gpu.results import ResultBuffers
-from kernels.gpu.staged_batch import batch_tensors, empty_decode, pad_decode
-from kernels.gpu.staging import NUM_SLOTS, Staging
-from kernels.gpu.step_inputs import StepInputs
+from kernels.runtime.gpu import decode_graphs
+from kernels.runtime.gpu.copies import ImmediateCopies
+from kernels.runtime.gpu.decode_graphs import (
+    BATCH_BUCKETS,
+    MAX_GRAPHS,
+    DecodeGraphs,
+    empty_decode,
+    pad_decode,
+)
+from kernels.runtime.gpu.kv_pool import GpuKVPool
+from kernels.runtime.gpu.read_back import ResultBuffers
+from kernels.runtime.gpu.step_inputs import StepInputs, batch_tensors
+from kernels.runtime.gpu.upload import NUM_BUFFERS, Staging
 from tests.kernels.gpu.late import LateCopies
 
 CPU = torch.device("cpu")
@@ -54,30 +59,30 @@ def test_one_upload_carries_all_types_and_shapes() -> None:
 
 
 def test_hazard_memory_made_in_inference_mode_is_written_outside_of_it() -> None:
-    """The model uploads in inference mode, the sampler's masks do not, and both take the same slots in turn."""
+    """The model uploads in inference mode, the sampler's masks do not, and both use the same buffers in turn."""
     uploads = staging()
-    for turn in range(2 * NUM_SLOTS + 1):
-        with torch.inference_mode(turn <= NUM_SLOTS):
+    for turn in range(2 * NUM_BUFFERS + 1):
+        with torch.inference_mode(turn <= NUM_BUFFERS):
             assert uploads.upload({"turn": torch.tensor([turn])})["turn"].tolist() == [turn]
 
 
 def test_hazard_host_memory_is_not_written_while_its_copy_is_still_to_come() -> None:
-    """Two steps begin before anybody waits, with three uploads each; all arrive as they were when they were made."""
+    """Two steps begin before the first is waited for, with three uploads each; all arrive unchanged."""
     copies = LateCopies()
     uploads = Staging(CPU, copies)
-    targets = [uploads.new_target(16) for _ in range(NUM_SLOTS + 1)]
-    values = [torch.tensor([i, -i]) for i in range(NUM_SLOTS + 1)]
+    targets = [uploads.new_target(16) for _ in range(NUM_BUFFERS + 1)]
+    values = [torch.tensor([i, -i]) for i in range(NUM_BUFFERS + 1)]
     for value, target in zip(values[:-1], targets, strict=False):
         uploads.upload({"value": value}, target)
     assert (copies.copied, copies.num_waits) == ([], 0), "no upload of two steps waits for the device"
     uploads.upload({"value": values[-1]}, targets[-1])
     assert copies.num_waits == 1, "one more has to wait for the first"
-    copies.reach(NUM_SLOTS + 1)
+    copies.reach(NUM_BUFFERS + 1)
     assert [copied.view(torch.int64).tolist() for copied in copies.copied] == [v.tolist() for v in values]
 
 
 def test_hazard_results_of_a_step_survive_the_next_ones() -> None:
-    """Two steps out, then a third: each gets its own, whenever it is read."""
+    """Two steps in flight, then a third: each gets its own results, whenever it is read."""
     copies = LateCopies()
     buffers = ResultBuffers(copies)
     first, second = (buffers.fetch(torch.tensor([i], dtype=torch.int32)) for i in (1, 2))
@@ -92,7 +97,7 @@ def test_hazard_results_of_a_step_survive_the_next_ones() -> None:
 
 
 def test_hazard_a_step_that_was_given_up_keeps_its_results() -> None:
-    """Nobody waited for it, and its memory is due again."""
+    """The step was never waited for, and its memory is needed again."""
     buffers = ResultBuffers(LateCopies())
     first, _, third = (buffers.fetch(torch.tensor([i], dtype=torch.int32)) for i in range(1, 4))
     assert third.wait().tolist() == [3]
@@ -126,7 +131,7 @@ def test_without_a_forward_pass_the_samplers_part_travels_alone() -> None:
 
 
 def test_equal_shapes_keep_their_addresses_which_graphs_rely_on() -> None:
-    """Whatever the sampler adds behind them."""
+    """Addresses do not depend on what the sampler adds after them."""
     inputs = StepInputs(CPU, 4)
     target = inputs.staging.new_target(4096)
     uploads = []
@@ -151,7 +156,7 @@ def test_padding_adds_rows_that_read_and_write_nothing() -> None:
 
 
 class Recorder:
-    """Stands where the model's forward stands; keeps the shapes it was asked for."""
+    """Replaces the model's forward pass; records the shapes it is called with."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int]] = []
@@ -171,7 +176,7 @@ def test_shapes_depend_on_the_bucket_alone() -> None:
 
 
 def test_warmup_captures_what_the_options_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches up to the largest, contexts up to the longest; the widest first, of too many the short contexts."""
+    """Batches up to the largest and contexts up to the longest, the widest first; the shortest contexts if too many."""
     captured: list[tuple[int, int]] = []
 
     class Captured:

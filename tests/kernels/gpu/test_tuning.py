@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from kernels.config import ModelConfig
-from kernels.gpu import tuner
-from kernels.gpu.bench import BenchSizes, run
-from kernels.gpu.checks import CHECKS, Check
-from kernels.gpu.tuner import TuningRefusedError, candidates, tune
-from kernels.gpu.tuning import DEFAULT, TABLE_PATH, LaunchConfig, launch_config, load_table, overridden
-from kernels.gpu.workloads import tuning_workload
+from kernels.ops.gpu.tuning import DEFAULT, TABLE_PATH, LaunchConfig, launch_config, load_table, overridden
+from kernels.tools import tuner
+from kernels.tools.checks import CHECKS, Check
+from kernels.tools.gpu_bench import BenchSizes, run
+from kernels.tools.tuner import TuningRefusedError, candidates, tune
+from kernels.tools.workloads import tuning_workload
 
 CPU = torch.device("cpu")
 SILU = tuple(check for check in CHECKS if check.name.startswith("silu_mul"))
@@ -21,7 +21,7 @@ WIDE, WIDER = LaunchConfig(4, 1, 0, 512), LaunchConfig(4, 1, 0, 2048)
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy to write to, with the CPU under a name of its own, as a device has it."""
+    """A writable copy, in which the CPU has a name of its own, as devices do."""
     path = tmp_path / "tuning.json"
     path.write_text(TABLE_PATH.read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setattr(tuner, "device_key", lambda device: "a device")
@@ -133,7 +133,7 @@ def test_every_entry_has_candidates_and_a_workload() -> None:
 
 
 def test_bench_runs_from_end_to_end_and_reports_json() -> None:
-    """At toy size and interpreted: the figures mean nothing here, that they come does."""
+    """At toy size and interpreted, the figures are meaningless; that they are reported is not."""
     config = ModelConfig("llama", 1, 64, 96, 4, 2, 32, 300, 256, 1e-6, 10000.0)
     sizes = BenchSizes(
         config=config,

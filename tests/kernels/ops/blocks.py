@@ -16,7 +16,7 @@ class Layer:
 
 
 def make_layer(lengths: list[int], num_kv_heads: int, head_dim: int, block_size: int) -> Layer:
-    """Random K/V of each row; every block that no row owns is NaN, and so is what lies behind a row's end."""
+    """Random K/V of each row; everything that no row owns is NaN, including the rest of a row's last block."""
     generator = torch.Generator().manual_seed(sum(lengths) + head_dim)
     needed = [-(-length // block_size) for length in lengths]
     ids = torch.randperm(sum(needed) + 2, generator=generator).int() + 1

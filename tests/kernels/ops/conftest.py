@@ -1,4 +1,4 @@
-"""The compiled CPU kernels need a processor with AVX-512 and VNNI; elsewhere the portable path is tested alone."""
+"""The compiled CPU kernels need a processor with AVX-512 and VNNI; elsewhere only the portable path is tested."""
 
 import pytest
 import torch

@@ -54,7 +54,7 @@ SINKS = torch.linspace(-1, 2, NUM_HEADS)
     ],
 )
 def test_batch_equals_dense_attention(scores: Scores) -> None:
-    """Whatever stands in blocks of others and behind the rows is poison, and stays out."""
+    """Blocks of other rows and memory after a row are poisoned, and must not be read."""
     layer = make_layer(list(LENGTHS), NUM_KV_HEADS, HEAD_DIM, block_size=16)
     start = torch.tensor([0, *NUM_QUERIES]).cumsum(0).int()
     query = torch.randn(sum(NUM_QUERIES), NUM_HEADS, HEAD_DIM)

@@ -1,9 +1,19 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from kernels.ops.cpu import jit
-from kernels.ops.cpu.jit import _forget_old, _is_ours_to_write
+from kernels.ops.cpu.intrinsics import i64
+from kernels.ops.cpu.jit import (
+    _forget_old,
+    _is_ours_to_write,
+    call_stub,
+    compiled_function,
+    jit_inline,
+    numba,
+)
 from kernels.ops.cpu.product import Product
 
 
@@ -11,7 +21,7 @@ from kernels.ops.cpu.product import Product
 def test_hazard_kernels_of_one_product_are_not_found_by_the_other(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They read rows of another width: in a shared folder the second process would write past its scratch."""
+    """They read rows of different widths: with a shared folder the second process would write past its scratch."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folders = set()
     for product in (Product.DOT, Product.FMA):
@@ -42,3 +52,38 @@ def test_old_versions_are_forgotten(tmp_path: Path) -> None:
         (tmp_path / f"kernels-{number}").mkdir()
     _forget_old(tmp_path)
     assert len(list(tmp_path.iterdir())) == 8
+
+
+@compiled_function
+def _write_difference(target: int, more: int, less: int) -> None:
+    i64(target)[0] = more - less
+
+
+_call_write_difference = call_stub(_write_difference)
+
+
+@jit_inline
+def _in_another_order(address: int, target: int) -> None:
+    _call_write_difference(address, less=2, more=7, target=target)
+
+
+@jit_inline
+def _one_too_few(address: int, target: int) -> None:
+    _call_write_difference(address, target=target, more=7)
+
+
+@jit_inline
+def _misspelt(address: int, target: int) -> None:
+    _call_write_difference(address, target=target, more=7, fewer=2)
+
+
+def test_compiled_functions_are_called_by_the_names_of_their_arguments() -> None:
+    result = torch.zeros(1, dtype=torch.int64)
+    _in_another_order(_write_difference.address, result.data_ptr())
+    assert result.item() == 5
+
+
+@pytest.mark.parametrize("wrong", [_one_too_few, _misspelt])
+def test_hazard_a_call_with_wrong_arguments_does_not_compile(wrong: Callable[[int, int], None]) -> None:
+    with pytest.raises(numba.errors.TypingError):
+        wrong(_write_difference.address, 0)

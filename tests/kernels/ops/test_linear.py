@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from kernels.linear import make_linear
-from kernels.ops.linear.cpu import gate_up_gelu_mul, gate_up_silu_mul, linear
 from kernels.ops.linear.packing import group_size, pack_gate_up, pack_linear
+from kernels.ops.linear.portable import make_linear
 from kernels.ops.silu_mul.reference import silu_mul_reference
+from tests.kernels.ops.cpu_calls import gate_up_gelu_mul, gate_up_silu_mul, linear
 
 ROWS = [1, 2, 3, 5, 7, 8, 11, 12, 13, 24, 64, 97, 200]
 
@@ -103,7 +103,7 @@ def test_gate_up_gelu_mul(intermediate: int, rows: int, quantized: bool) -> None
 
 
 def gelu_of(values: torch.Tensor) -> torch.Tensor:
-    """Of bfloat16 values as they are: each is one gate of a product with a single input that is not 0."""
+    """bfloat16 values pass unchanged: each is one gate of a product with a single non-zero input."""
     x = torch.tensor([[1.0, 0.0, 0.0, 0.0]]).bfloat16()
     weight = torch.zeros(len(values), 4)
     weight[:, 0] = values
@@ -113,7 +113,7 @@ def gelu_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def test_gelu_is_right_to_bfloat16_at_every_magnitude() -> None:
-    """Against float64, where 1 + tanh still has digits left for negative values. The only error is the rounding."""
+    """Compared with float64, where 1 + tanh keeps digits for negative values. The only error is the rounding."""
     sizes = torch.logspace(-38, 38, 1500).bfloat16().float()
     values = torch.cat((-sizes, torch.zeros(1), torch.linspace(-14, 14, 1500).bfloat16().float(), sizes))
     expected = torch.nn.functional.gelu(values.double(), approximate="tanh")

@@ -4,11 +4,11 @@ import torch
 from kernels.batch import ForwardBatch
 from kernels.ops.paged_attention import portable
 from kernels.ops.paged_attention.cpu import MAX_QUERIES
-from kernels.ops.paged_attention.cpu_row import attend_row
 from kernels.ops.paged_attention.reference import paged_attention_reference
+from ops.bench.cpu_calls import attend_row
 from tests.kernels.ops.blocks import Layer, make_layer
 
-# Weights are rounded to bfloat16 before they meet the values.
+# Weights are rounded to bfloat16 before they multiply the values.
 TOLERANCE = {"atol": 1.5e-2, "rtol": 1.5e-2}
 
 
@@ -59,7 +59,7 @@ def test_chunk_behind_a_prefix_sees_only_the_past(block_size: int, prefix: int) 
 
 @pytest.mark.parametrize("window", [None, 3, 100])
 def test_queries_on_both_sides_of_a_segments_edge(window: int | None) -> None:
-    """Those before it see nothing of the second segment, and must leave the others' scratch alone."""
+    """Earlier queries see nothing of the second segment and must not touch the others' scratch."""
     layer = make_layer([142], num_kv_heads=2, head_dim=16, block_size=16)
     query = _queries(16, 6, 16)
     got = _attend(query, layer, 142, window)

@@ -1,4 +1,4 @@
-"""Which instruction multiplies bfloat16, and that every choice computes the same thing."""
+"""Which instruction multiplies bfloat16, and that every choice gives correct results."""
 
 import os
 import subprocess
@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from kernels.errors import OptionsError
-from kernels.model_loading import load_model_runner
+from kernels.loading import load_runner
 from kernels.ops.cpu import product as module
 from kernels.ops.cpu.features import cpu_kernels_supported, processor_features
 from kernels.ops.cpu.intrinsics import I16, f32, u16
-from kernels.ops.cpu.jit import device, intrinsic, types, unit
-from kernels.ops.cpu.product import Product, bf16_product, choose_product, left_bytes
-from kernels.ops.cpu.product_rates import product_rates
+from kernels.ops.cpu.jit import compiled_function, intrinsic, jit_inline, types
+from kernels.ops.cpu.product import Product, bf16_product, left_bytes, set_bf16_product
+from kernels.ops.cpu.product_choice import choose_bf16_product, product_rates
 from kernels.ops.cpu.vectors import rounded_bits
-from kernels.registry import resolve_model
 from kernels.runner import RunnerOptions
 from tests.kernels.tiny import make_model, save
 
@@ -34,14 +33,14 @@ KERNEL_TESTS = (
     "tests/kernels/ops/test_paged_attention.py",
     "tests/kernels/ops/test_attention_scores.py",
     "tests/kernels/ops/test_rows.py",
-    "tests/kernels/models/test_fused.py",
+    "tests/kernels/models/cpu/test_fused.py",
 )
 RUN_TESTS = """
 import sys
 import pytest
-from kernels.ops.cpu.product import Product, bf16_product, choose_product
-if sys.argv[1]:
-    choose_product(Product(sys.argv[1]))
+from kernels.ops.cpu.product import bf16_product
+from kernels.ops.cpu.product_choice import choose_bf16_product
+choose_bf16_product(sys.argv[1])
 code = pytest.main(["-q", "-p", "no:cacheprovider", "-rs", *sys.argv[2:]])
 print("computed by", bf16_product())
 sys.exit(code)
@@ -51,17 +50,14 @@ SKYLAKE = "avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512cd"
 
 @pytest.fixture
 def undecided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a process that has not computed yet."""
-    bf16_product()
+    """As in a process that has loaded no model yet."""
     with monkeypatch.context() as patch:
         patch.setattr(module, "_chosen", None)
-        module._quicker_product.cache_clear()
         yield
-    module._quicker_product.cache_clear()
 
 
 def _run_kernel_tests(product: str, *tests: str, **environ: str) -> str:
-    """Kernels' own tests in a process that multiplies otherwise; its output."""
+    """Run the kernels' own tests in a process with another product; returns its output."""
     done = subprocess.run(
         [sys.executable, "-c", RUN_TESTS, product, *tests],
         env=os.environ | {"PYTHONPATH": str(ROOT)} | environ,
@@ -91,9 +87,9 @@ def test_kernels_with_the_other_product() -> None:
 def test_hazard_kernels_on_a_processor_without_bfloat16_instructions(
     processor: str, features: str, tests: tuple[str, ...]
 ) -> None:
-    """LLVM ends the process where it is asked for an instruction that the processor has not."""
+    """LLVM ends the process if it must emit an instruction that the processor lacks."""
     output = _run_kernel_tests(
-        "",
+        "auto",
         *tests,
         NUMBA_CPU_NAME=processor,
         NUMBA_CPU_FEATURES=",".join(f"+{name}" for name in features.split(",")),
@@ -108,7 +104,8 @@ def test_the_quicker_product_is_taken(
     fma_rate: float, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = {Product.DOT: 1.0, Product.FMA: fma_rate}
-    monkeypatch.setattr("kernels.ops.cpu.product_rates.product_rates", lambda: rates)
+    monkeypatch.setattr("kernels.ops.cpu.product_choice.product_rates", lambda: rates)
+    choose_bf16_product()
     assert bf16_product() == expected
     assert left_bytes() == {"dot": 2, "fma": 4}[expected]
 
@@ -116,10 +113,25 @@ def test_the_quicker_product_is_taken(
 @pytest.mark.usefixtures("undecided")
 def test_without_dot_products_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "processor_features", lambda: frozenset({"avx512f"}))
-    monkeypatch.setattr("kernels.ops.cpu.product_rates.product_rates", lambda: pytest.fail("measured"))
+    monkeypatch.setattr("kernels.ops.cpu.product_choice.product_rates", lambda: pytest.fail("measured"))
+    choose_bf16_product()
     assert bf16_product() is Product.FMA
     with pytest.raises(ValueError, match="bf16_product is dot; this processor has no AVX-512 bfloat16"):
-        choose_product(Product.DOT)
+        set_bf16_product(Product.DOT)
+
+
+@pytest.mark.usefixtures("undecided")
+def test_reading_a_product_that_is_not_set_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="bf16_product is not set"):
+        bf16_product()
+
+
+@pytest.mark.usefixtures("undecided")
+def test_auto_keeps_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.ops.cpu.product_choice.product_rates", lambda: pytest.fail("measured"))
+    set_bf16_product(Product.FMA)
+    choose_bf16_product()
+    assert bf16_product() is Product.FMA
 
 
 @needs_dot
@@ -131,15 +143,13 @@ def test_rates_are_those_of_both_products() -> None:
 
 @needs_dot
 def test_a_second_product_in_a_process_is_refused(tmp_path: Path) -> None:
-    """Kernels compiled for one layout of the rows would read the other's."""
+    """Kernels compiled for one layout of rows would read rows of the other."""
     now = bf16_product()
-    choose_product(now)
+    set_bf16_product(now)
     folder = save(make_model("llama"), tmp_path)
     options: dict[str, Any] = {"device": "cpu", "kv_cache_bytes": 1 << 20, "num_threads": 1}
     with pytest.raises(OptionsError, match=f"bf16_product is {OTHER[now]}; this process computes with {now}"):
-        load_model_runner(
-            RunnerOptions(str(folder), bf16_product=OTHER[now].value, **options), resolve_model(str(folder))
-        )
+        load_runner(RunnerOptions(str(folder), bf16_product=OTHER[now].value, **options))
     with pytest.raises(OptionsError, match="bf16_product is 'amx'; it must be one of auto, dot, fma"):
         RunnerOptions(str(folder), bf16_product="amx", **options)
 
@@ -152,14 +162,14 @@ def _rounded(typing_context: Any, value: Any) -> Any:
     return types.uint16(types.float32), generate
 
 
-@device
+@jit_inline
 def _round_all(values: int, count: int, out: int) -> None:
     value, half = f32(values), u16(out)
     for i in range(count):
         half[i] = _rounded(value[i])
 
 
-@unit
+@compiled_function
 def _round(values: int, count: int, out: int) -> None:
     _round_all(values, count, out)
 

@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from kernels.config import ModelConfig, RopeScaling
-from kernels.models.rope import rotary_tables
-from kernels.ops.rms_norm.cpu import quantize, rms_norm
-from kernels.ops.rms_norm.cpu_add import add_norm
+from kernels.models.rope import RotaryTables
 from kernels.ops.rms_norm.reference import rms_norm_reference
-from kernels.ops.rotary.cpu import rotate_and_store
 from kernels.ops.rotary.reference import rotary_reference
 from kernels.ops.store_kv.reference import store_kv_reference
+from ops.bench.cpu_calls import quantize
+from tests.kernels.ops.cpu_calls import add_norm, rms_norm, rotate_and_store
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 9])
@@ -86,7 +85,7 @@ def _config(head_dim: int) -> ModelConfig:
 @pytest.mark.parametrize("num_tokens", [19, 150])
 def test_rotate_and_store(head_dim: int, block_size: int, with_norm: bool, num_tokens: int) -> None:
     num_heads, num_kv_heads, num_blocks = 4, 2, 12
-    cos, sin = rotary_tables(_config(head_dim), 512)
+    cos, sin = RotaryTables(_config(head_dim), 512).of(0)
     positions = torch.randint(0, 512, (num_tokens,))
     at = torch.arange(5, 5 + num_tokens)
     slots = torch.randperm(num_blocks)[at // block_size] * block_size + at % block_size
@@ -112,7 +111,7 @@ def test_rotate_and_store(head_dim: int, block_size: int, with_norm: bool, num_t
 def test_store_clears_the_partner_that_a_freed_block_left_as_nan() -> None:
     keys, values = torch.full((1, 1, 8, 16, 2), torch.nan), torch.full((1, 1, 8, 16, 2), torch.nan)
     keys, values = keys.bfloat16(), values.bfloat16()
-    cos, sin = rotary_tables(_config(16), 16)
+    cos, sin = RotaryTables(_config(16), 16).of(0)
 
     def store(first: int, count: int) -> None:
         at = torch.arange(first, first + count)
@@ -128,4 +127,4 @@ def test_store_clears_the_partner_that_a_freed_block_left_as_nan() -> None:
 def test_rotary_tables_of_unknown_scaling_are_refused() -> None:
     config = ModelConfig("llama", 1, 64, 64, 4, 2, 16, 100, 512, 1e-5, 1e4, RopeScaling("yarn", 2.0))
     with pytest.raises(ValueError, match="'yarn'"):
-        rotary_tables(config, 8)
+        RotaryTables(config, 8)

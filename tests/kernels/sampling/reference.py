@@ -1,9 +1,9 @@
-"""The sampler once more, slow and plain: one row at a time, Python floats, a sort of the whole vocabulary."""
+"""A slow and plain sampler: one row at a time, Python floats, a sort of the whole vocabulary."""
 
 import math
 from collections.abc import Sequence
 
-from kernels.sampling.philox import uniform
+from kernels.sampling.cpu.philox import uniform
 from scheduler.plan import SamplingParams
 
 ROUNDING = 1e-6

@@ -1,4 +1,4 @@
-"""Rows and logits for a sampler, and the tokens that it gives."""
+"""Rows and logits for a sampler, and the tokens that it chooses."""
 
 from collections.abc import Sequence
 
@@ -13,14 +13,14 @@ GREEDY = SamplingParams(seed=0, temperature=0.0)
 def make_row(
     params: SamplingParams,
     *,
-    seat: int = 0,
+    slot: int = 0,
     position: int = 9,
     prompt: Sequence[int] = (),
     generated: Sequence[int] = (),
 ) -> ScheduledRow:
     return ScheduledRow(
-        request_id=f"r{seat}",
-        seat=seat,
+        request_id=f"r{slot}",
+        seat=slot,
         token_ids=(0,),
         num_computed_tokens=position - 1,
         block_table=(0,),

@@ -1,4 +1,4 @@
-"""What a grammar does to the row that has it, and to its neighbours: nothing."""
+"""A grammar constrains its own row and does not affect other rows."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from kernels.grammar import Grammars, TokenVocabulary
-from kernels.sampling import Sampler
+from kernels.sampling.cpu.sampler import Sampler
 from scheduler.plan import RowResult, SamplingParams, ScheduledRow
 
 EOS_IDS = frozenset({0, 2})
@@ -38,10 +38,10 @@ def regex(pattern: str) -> str:
     return LLMatcher.grammar_from_regex(pattern)
 
 
-def row(params: SamplingParams, generated: list[int], *, seat: int = 0) -> ScheduledRow:
+def row(params: SamplingParams, generated: list[int], *, slot: int = 0) -> ScheduledRow:
     return ScheduledRow(
-        request_id=f"r{seat}",
-        seat=seat,
+        request_id=f"r{slot}",
+        seat=slot,
         token_ids=(generated[-1] if generated else 70,),
         num_computed_tokens=6 + len(generated),
         block_table=(0,),
@@ -51,8 +51,8 @@ def row(params: SamplingParams, generated: list[int], *, seat: int = 0) -> Sched
     )
 
 
-def logits_of(step: int, seat: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + seat)
+def logits_of(step: int, slot: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + slot)
     return torch.randn((1, VOCAB_SIZE), generator=generator) * 4
 
 
@@ -118,10 +118,10 @@ def test_neighbours_of_a_constrained_row_are_bit_equal(grammars: Grammars, data:
     ]
     at = data.draw(st.integers(0, len(plain)))
     constrained = row(
-        SamplingParams(seed=1, grammar=regex(data.draw(st.sampled_from(["ab", "([", "x+"])))), [], seat=50
+        SamplingParams(seed=1, grammar=regex(data.draw(st.sampled_from(["ab", "([", "x+"])))), [], slot=50
     )
-    rows = [row(params, [], seat=seat) for seat, params in enumerate(plain)]
-    logits = torch.cat([logits_of(0, seat) for seat in range(len(plain))])
+    rows = [row(params, [], slot=slot) for slot, params in enumerate(plain)]
+    logits = torch.cat([logits_of(0, slot) for slot in range(len(plain))])
     mixed = torch.cat([logits[:at], logits_of(0, 50), logits[at:]])
     before = mixed.clone()
 
@@ -135,10 +135,10 @@ def test_neighbours_of_a_constrained_row_are_bit_equal(grammars: Grammars, data:
 def test_bad_regex_or_grammar_ends_its_row_alone(grammars: Grammars) -> None:
     sampler = make_sampler(grammars)
     bad, good = SamplingParams(seed=0, grammar=regex("([")), SamplingParams(seed=0, grammar=regex("ab"))
-    logits = torch.cat([logits_of(0, seat) for seat in range(3)])
+    logits = torch.cat([logits_of(0, slot) for slot in range(3)])
 
     failed, fine, plain = sampler.sample(
-        logits, [row(bad, [], seat=0), row(good, [], seat=1), row(SamplingParams(seed=0), [], seat=2)]
+        logits, [row(bad, [], slot=0), row(good, [], slot=1), row(SamplingParams(seed=0), [], slot=2)]
     )
 
     assert failed.token_id is None

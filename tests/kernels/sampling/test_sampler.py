@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.sampling import Sampler
+from kernels.sampling.cpu.sampler import Sampler
 from scheduler.plan import RowResult, SamplingParams
 from tests.kernels.sampling import reference
 from tests.kernels.sampling.rows import VOCAB_SIZE, make_row, random_logits, token_ids
@@ -42,8 +42,8 @@ def test_every_row_equals_the_plain_sampler(
 ) -> None:
     logits = random_logits(len(requests), seed=seed)
     rows = [
-        make_row(params, seat=seat, position=50 + seat, prompt=prompt, generated=generated)
-        for seat, (params, prompt, generated) in enumerate(requests)
+        make_row(params, slot=slot, position=50 + slot, prompt=prompt, generated=generated)
+        for slot, (params, prompt, generated) in enumerate(requests)
     ]
 
     results = Sampler(VOCAB_SIZE).sample(logits, rows)
@@ -85,7 +85,7 @@ def test_frequencies_follow_the_distribution(fields: dict[str, Any]) -> None:
     num_draws, vocab_size = 8_000, 12
     logits = random_logits(1, vocab_size) / 2
     params = SamplingParams(seed=1234, **fields)
-    rows = [make_row(params, seat=0, position=position) for position in range(1, num_draws + 1)]
+    rows = [make_row(params, slot=0, position=position) for position in range(1, num_draws + 1)]
 
     tokens = token_ids(Sampler(vocab_size).sample(logits.expand(num_draws, -1).contiguous(), rows))
 
@@ -104,7 +104,7 @@ def test_wide_nucleus_falls_back_to_a_full_sort() -> None:
 
     tokens = token_ids(
         Sampler(VOCAB_SIZE).sample(
-            logits.expand(400, -1).contiguous(), [make_row(p, seat=seat) for seat, p in enumerate(params)]
+            logits.expand(400, -1).contiguous(), [make_row(p, slot=slot) for slot, p in enumerate(params)]
         )
     )
 

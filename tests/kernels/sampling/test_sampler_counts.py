@@ -1,4 +1,4 @@
-"""What a seat counts for its penalties: the tokens of its request, each once, from first to last."""
+"""A slot counts the tokens of its request for penalties, each once, from first to last."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,20 +6,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.sampling import Sampler
+from kernels.sampling.cpu.sampler import Sampler
 from scheduler.plan import SamplingParams, ScheduledRow
 from tests.kernels.sampling.rows import VOCAB_SIZE, make_row, random_logits, token_ids
 
 
 def following(first: ScheduledRow, tokens: Sequence[int | None]) -> ScheduledRow:
-    """The decoding row after these generated tokens: it brings the last one along."""
+    """The decoding row after these generated tokens; it contains the last one."""
     last = tokens[-1]
     assert last is not None
     return replace(first, history=None, num_generated_tokens=len(tokens), token_ids=(last,))
 
 
 def sampled(sampler: Sampler, logits: torch.Tensor, first: ScheduledRow, num_steps: int) -> list[int | None]:
-    """Tokens of a row and of those that follow it in its seat."""
+    """Tokens of a row and of those that follow it in its slot."""
     known = list(first.history[1]) if first.history else []
     tokens = token_ids(sampler.sample(logits, [first]))
     while len(tokens) < num_steps:
@@ -27,7 +27,7 @@ def sampled(sampler: Sampler, logits: torch.Tensor, first: ScheduledRow, num_ste
     return tokens
 
 
-def test_penalty_counts_follow_the_tokens_sampled_in_the_seat() -> None:
+def test_penalty_counts_follow_the_tokens_sampled_in_the_slot() -> None:
     params = SamplingParams(seed=0, temperature=0.0, frequency_penalty=2.0)
     logits = torch.tensor([[5.0, 4.0, 3.0]])
 
@@ -51,7 +51,7 @@ def test_hazard_a_step_that_runs_again_does_not_count_its_token_twice() -> None:
     assert tokens == [0, 1, 0, 2, 1]
 
 
-def test_released_seat_forgets_its_counts() -> None:
+def test_released_slot_forgets_its_counts() -> None:
     params = SamplingParams(seed=0, temperature=0.0, presence_penalty=2.0)
     logits = torch.tensor([[5.0, 4.0]])
     sampler = Sampler(2)
@@ -61,7 +61,7 @@ def test_released_seat_forgets_its_counts() -> None:
 
     assert token_ids(sampler.sample(logits, [make_row(params)])) == [0]
     with pytest.raises(AssertionError, match="penalties without history"):
-        sampler.sample(logits, [replace(make_row(params, seat=1), history=None)])
+        sampler.sample(logits, [replace(make_row(params, slot=1), history=None)])
 
 
 def test_readmission_with_history_equals_an_undisturbed_run() -> None:
@@ -70,7 +70,7 @@ def test_readmission_with_history_equals_an_undisturbed_run() -> None:
     undisturbed = sampled(Sampler(50), logits, make_row(params, prompt=(1, 2)), 10)
 
     known = [token_id for token_id in undisturbed[:5] if token_id is not None]
-    tokens = sampled(Sampler(50), logits, make_row(params, seat=3, prompt=(1, 2), generated=known), 5)
+    tokens = sampled(Sampler(50), logits, make_row(params, slot=3, prompt=(1, 2), generated=known), 5)
 
     assert tokens == undisturbed[5:]
 

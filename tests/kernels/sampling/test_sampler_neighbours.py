@@ -1,4 +1,4 @@
-"""What one row may do to another, even a broken one: nothing."""
+"""No row affects another, not even a broken one."""
 
 import math
 from dataclasses import replace
@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.sampling import Sampler
+from kernels.sampling.cpu.sampler import Sampler
 from scheduler.plan import SamplingParams
 from tests.kernels.sampling.rows import GREEDY, VOCAB_SIZE, make_row, random_logits
 
 MIXED = [
-    SamplingParams(seed=seat, **fields)
-    for seat, fields in enumerate(
+    SamplingParams(seed=slot, **fields)
+    for slot, fields in enumerate(
         [
             {"temperature": 0.0},
             {"temperature": 0.8},
@@ -33,8 +33,8 @@ def test_results_do_not_depend_on_batch_neighbours(vocab_size: int) -> None:
     """Bit for bit, on coarse logits with many ties, alone and in two orders of 32."""
     logits = (random_logits(len(MIXED), vocab_size) * 4).round() / 4
     rows = [
-        make_row(params, seat=seat, position=100 + seat, prompt=(1, 2), generated=(3, 3))
-        for seat, params in enumerate(MIXED)
+        make_row(params, slot=slot, position=100 + slot, prompt=(1, 2), generated=(3, 3))
+        for slot, params in enumerate(MIXED)
     ]
     order = list(reversed(range(len(rows))))
 
@@ -51,7 +51,7 @@ def test_logits_stay_unchanged() -> None:
     before = logits.clone()
 
     Sampler(VOCAB_SIZE).sample(
-        logits, [make_row(params, seat=seat, prompt=(1,)) for seat, params in enumerate(MIXED)]
+        logits, [make_row(params, slot=slot, prompt=(1,)) for slot, params in enumerate(MIXED)]
     )
 
     assert torch.equal(logits, before)
@@ -61,7 +61,7 @@ def test_logits_stay_unchanged() -> None:
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=1, num_logprobs=2)], ids=["greedy", "drawn"])
 def test_nan_logits_end_their_own_row_only(broken: float, params: SamplingParams) -> None:
     logits = random_logits(5)
-    rows = [make_row(replace(params, seed=seat), seat=seat) for seat in range(5)]
+    rows = [make_row(replace(params, seed=slot), slot=slot) for slot in range(5)]
     good = Sampler(VOCAB_SIZE).sample(logits, rows)
 
     logits[2, 17] = broken
@@ -84,7 +84,7 @@ def test_bias_outside_the_vocabulary_ends_its_own_row_only() -> None:
     logits = random_logits(2)
     bad = SamplingParams(seed=0, logit_bias=((VOCAB_SIZE, 1.0),))
 
-    failed, good = Sampler(VOCAB_SIZE).sample(logits, [make_row(bad), make_row(GREEDY, seat=1)])
+    failed, good = Sampler(VOCAB_SIZE).sample(logits, [make_row(bad), make_row(GREEDY, slot=1)])
 
     assert failed.error == f"logit_bias names token {VOCAB_SIZE}; the vocabulary has {VOCAB_SIZE} tokens"
     assert good.token_id == int(logits[1].argmax())

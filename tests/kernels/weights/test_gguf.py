@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from kernels.config import RopeScaling
 from kernels.errors import ModelFileError
-from kernels.registry import resolve_model
-from kernels.runner import RunnerOptions, load_runner
-from kernels.weights import open_checkpoint
+from kernels.loading import load_runner
+from kernels.runner import RunnerOptions
+from kernels.weights.checkpoint import open_checkpoint
 from kernels.weights.gguf_config import llama3_factors
+from kernels.weights.source import resolve_model
 from tests.kernels.driving import generate, tokens_of
 from tests.kernels.gguf_writing import write_gguf
 from tests.kernels.tiny import load, make_model, reference_tokens
@@ -144,7 +145,7 @@ def test_file_generates_what_transformers_generates(family: str, tmp_path: Path)
 
 
 def _keys_of(model: PreTrainedModel) -> dict[str, object]:
-    """What writers add for windows and scaled rotation."""
+    """The keys that writers add for windows and scaled rotation."""
     rope, window = model.config.rope_parameters, getattr(model.config, "sliding_window", None)
     keys: dict[str, object] = {} if window is None else {"llama.attention.sliding_window": window}
     if rope["rope_type"] == "linear":

@@ -107,4 +107,5 @@ def test_end_of_sequence_ids_of_both_files(tmp_path: Path) -> None:
 def test_windows_are_those_that_transformers_would_apply(
     fields: dict[str, Any], window: int | None, tmp_path: Path
 ) -> None:
-    assert read_config(write_config(tmp_path, **fields)).sliding_window == window
+    config = read_config(write_config(tmp_path, **fields))
+    assert {config.window(idx) for idx in range(config.num_layers)} == {window}

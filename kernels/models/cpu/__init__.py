@@ -1,0 +1,1 @@
+"""The compiled step for processors with AVX-512."""

@@ -1,0 +1,1 @@
+"""The decoder on a CUDA device."""

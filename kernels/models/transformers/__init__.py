@@ -1,0 +1,1 @@
+"""Models of transformers behind an adapter that puts our paged attention in."""

@@ -1,0 +1,1 @@
+"""Uploads, read-backs, CUDA graphs and the KV pool of a device."""

@@ -1,0 +1,1 @@
+"""The sampler of logits on the host."""

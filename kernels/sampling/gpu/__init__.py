@@ -1,0 +1,1 @@
+"""The sampler whose logits and tokens stay on the device."""
