@@ -54,7 +54,8 @@ def _channels() -> dict[str, Any]:
         ),
         "log": _redis_key(
             "tailrace:{{id}}:log",
-            "Redis Stream, bounded and with a time to live; `tailrace` is the deployment's namespace. Each entry has one field `event` with the JSON. "
+            "Redis Stream, bounded and with a time to live; `tailrace` is the deployment's namespace. "
+            "Each entry has one field `event` with the JSON. "
             "The inner braces of the address are the parameter, the outer ones are written: the hash tag.",
             "event",
         ),
