@@ -17,15 +17,15 @@ from service.settings import Settings
 from service.stream.control import CancelListener
 from service.stream.publisher import StreamPublisher
 from service.text.tokenizer import Tokenizer
-from service.worker.context import Context, Names
+from service.worker.admission_queue import AdmissionQueue
 from service.worker.credit import CreditRule
+from service.worker.edges import Edges, Names
 from service.worker.job_flow import JobFlow
 from service.worker.job_table import JobTable
-from service.worker.line import Line
 from service.worker.namespace import NamespaceClaim, SharedClock
 from service.worker.observer import Observer
 from service.worker.prompts import PromptEncoder, TextLanes
-from service.worker.specs import ModelLimits
+from service.worker.specs import ModelLimits, RequestBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ def assemble(
 
     def on_step(plan: StepPlan, result: StepResult) -> None:
         parts.observer.step(plan, result)
-        parts.flow.progress.note_step(plan, time.monotonic() - result.step_time_s)
-        line.call_next()
+        parts.flow.output.note_step(plan, time.monotonic() - result.step_time_s)
+        queue.wake_next()
         if credit.has_returned():
             parts.consumer.wake()
 
@@ -96,7 +96,7 @@ def assemble(
     engine = make_engine(
         settings, loaded.step_thread, loaded.runner, lambda updates: parts.flow.on_updates(updates), on_step=on_step
     )  # fmt: skip
-    line = Line(lambda: settings.max_waiting - engine.scheduler.stats().num_waiting)
+    queue = AdmissionQueue(lambda: settings.max_waiting - engine.scheduler.stats().num_waiting)
     publisher = StreamPublisher(stream, on_fenced=lambda job_id, epoch: parts.flow.on_fenced(job_id, epoch))
     wall_clock = SharedClock()
     claim = NamespaceClaim(kafka, stream, publisher, wall_clock)
@@ -109,34 +109,25 @@ def assemble(
         on_lost=lambda partitions: parts.flow.on_lost(partitions),
         credit=credit,
     )
-    context = Context(
-        names=_names(settings, worker),
-        limits=model_limits(settings, loaded),
-        targets=class_targets(settings),
-        engine=engine,
-        publisher=publisher,
-        producer=producer,
-        tokenizer=loaded.tokenizer,
-        table=table,
-        line=line,
-        metrics=metrics,
-        complete=consumer.complete,
-        grammars=GrammarGate(loaded.grammars),
-        wall_clock=wall_clock,
-        prompts=PromptEncoder(loaded.tokenizer, text_lanes, max_tokens=loaded.runner.max_model_len),
+    grammars = GrammarGate(loaded.grammars)
+    prompts = PromptEncoder(loaded.tokenizer, text_lanes, max_tokens=loaded.runner.max_model_len)
+    builder = RequestBuilder(
+        model_limits(settings, loaded), class_targets(settings), loaded.tokenizer, prompts, grammars
     )
+    names = _names(settings, worker)
+    edges = Edges(names, publisher, producer, table, metrics, consumer.complete, wall_clock)
+    flow = JobFlow(
+        edges,
+        builder,
+        engine,
+        queue,
+        loaded.tokenizer.token_text,
+        superseded_retry_s=settings.session_timeout_s,
+        on_settled=consumer.wake,
+    )
+    observer = Observer(metrics, engine, consumer, publisher)
     parts = Parts(
-        engine=engine,
-        publisher=publisher,
-        producer=producer,
-        consumer=consumer,
-        listener=listener,
-        claim=claim,
-        wall_clock=wall_clock,
-        flow=JobFlow(context, superseded_retry_s=settings.session_timeout_s, on_settled=consumer.wake),
-        table=table,
-        observer=Observer(metrics, engine, consumer, publisher),
-        grammars=context.grammars,
+        engine, publisher, producer, consumer, listener, claim, wall_clock, flow, table, observer, grammars
     )
     return parts
 

@@ -3,23 +3,18 @@
 import structlog
 
 from scheduler.spec import FinishReason
+from service.engine.engine import Engine
 from service.errors import JobError
 from service.stream.publisher import Opened, Outcome
 from service.stream.writer import AttemptWriter
 from service.wire import Job, Status, parse_job
-from service.worker.context import Context
+from service.worker.admission_queue import Admission, AdmissionQueue
+from service.worker.completion import Completion
 from service.worker.digest import digest_of
-from service.worker.finisher import Finisher
+from service.worker.edges import Edges
 from service.worker.job_run import JobRun
-from service.worker.line import Turn
-from service.worker.specs import (
-    check_against_model,
-    make_choices,
-    make_spec,
-    rejected,
-)
-from service.worker.targets import NO_TARGETS, targets_of
-from service.worker.terminal import status_of
+from service.worker.outcome import status_of
+from service.worker.specs import RequestBuilder, rejected
 
 log = structlog.get_logger(__name__)
 
@@ -29,9 +24,19 @@ TOO_MANY_ATTEMPTS = "too_many_attempts"
 class Intake:
     """One `take` per delivery, as a task of its own: they wait for Redis and for the tokenizer side by side."""
 
-    def __init__(self, context: Context, finisher: Finisher) -> None:
-        self._c = context
-        self._finisher = finisher
+    def __init__(
+        self,
+        edges: Edges,
+        builder: RequestBuilder,
+        engine: Engine,
+        queue: AdmissionQueue,
+        completion: Completion,
+    ) -> None:
+        self._edges = edges
+        self._builder = builder
+        self._engine = engine
+        self._queue = queue
+        self._completion = completion
 
     async def take(self, run: JobRun) -> None:
         """Returns when the job is in the engine, settled, or held by a newer attempt."""
@@ -41,39 +46,37 @@ class Intake:
                 delivery.value,
                 key=delivery.key,
                 timestamp_ms=delivery.timestamp_ms,
-                max_record_bytes=self._c.names.max_job_bytes,
+                max_record_bytes=self._edges.names.max_job_bytes,
             )
         except JobError as error:
-            await self._finisher.refuse_record(run, error)
+            await self._completion.refuse_record(run, error)
             return
-        self._c.table.decoded(run, job)
+        self._edges.table.decoded(run, job)
+        run.targets = self._builder.targets_of(job)
         try:
-            opened = await self._c.publisher.open(
+            opened = await self._edges.publisher.open(
                 job.id, origin=run.origin, digest=digest_of(delivery), num_choices=job.n, stream=job.stream
             )
         except JobError as error:
-            await self._finisher.refuse_record(run, error)
+            await self._completion.refuse_record(run, error)
             return
         if opened.outcome is Outcome.ENDED:
-            self._finisher.suppress(run)
+            self._completion.suppress(run)
             return
         if opened.stream is None:
-            await self._finisher.refuse_duplicate(run, opened)
+            await self._completion.refuse_duplicate(run, opened)
             return
-        self._c.table.name(run, job.id, opened)
-        if opened.decided is not None and await self._finisher.repeat(run, opened):
+        self._edges.table.name(run, job.id, opened)
+        if opened.decided is not None and await self._completion.repeat(run, opened):
             return
-        run.cancelled |= opened.cancelled or self._c.table.was_cancelled(job.id)
+        run.cancelled |= opened.cancelled or self._edges.table.was_cancelled(job.id)
         await self._admit(run, job, opened, opened.stream)
 
     async def _admit(self, run: JobRun, job: Job, opened: Opened, stream: AttemptWriter) -> None:
         try:
             self._check_attempts(run, opened.attempts_without_progress)
-            check_against_model(job, self._c.limits)
-            run.grammar = await self._c.grammars.admit(job)
-            prompt = await self._c.prompts.encode(job, run.date_ms)
-            run.num_prompt_tokens = len(prompt)
-            self._c.table.note_prompt(len(prompt))
+            prompt = await self._builder.prepare(run, job)
+            self._edges.table.note_prompt(len(prompt))
             if not self._resume(run, job, prompt, opened):
                 stream.restart()
             stream.start()
@@ -85,16 +88,16 @@ class Intake:
         except JobError as error:
             stream.start()
             status: Status = "failed" if error.code == TOO_MANY_ATTEMPTS else "rejected"
-            await self._finisher.end(run, status, error)
+            await self._completion.end(run, status, error)
             return
         # What has nothing left to compute ends here: cancelled or late before it began, or stopped in an earlier
         # attempt.
         if run.finished:
-            await self._finisher.end(run, status_of(run))
+            await self._completion.end(run, status_of(run))
 
     def _check_attempts(self, run: JobRun, num_attempts: int) -> None:
         """A job that takes its worker down with it must not go on to the next one for ever."""
-        limit = self._c.names.max_attempts
+        limit = self._edges.names.max_attempts
         if num_attempts > limit:
             raise JobError(
                 TOO_MANY_ATTEMPTS,
@@ -107,7 +110,7 @@ class Intake:
 
     def _resume(self, run: JobRun, job: Job, prompt: tuple[int, ...], opened: Opened) -> bool:
         """Take over what earlier attempts streamed. False: another model or tokenizer wrote it."""
-        run.choices = make_choices(job, run.epoch, prompt, self._c.tokenizer, self._c.limits)
+        run.choices = self._builder.choices(run, job, prompt)
         pairs = list(zip(run.choices, opened.resumed, strict=True))
         stands = all(choice.resume(earlier.token_ids, earlier.text) for choice, earlier in pairs)
         if stands:
@@ -117,13 +120,13 @@ class Intake:
                     choice.finish = FinishReason.STOP
                 elif choice.token_ids:
                     # Complete is complete, whatever was asked for since: a cancellation, a deadline.
-                    spec = make_spec(run, choice, prompt, NO_TARGETS, self._c.limits)
+                    spec = self._builder.spec(run, choice, prompt)
                     choice.finish = spec.finish_reason(choice.token_ids)
             run.num_resumed_tokens = run.num_output_tokens
-            self._c.metrics.resumed_tokens.inc(run.num_resumed_tokens)
+            self._edges.metrics.resumed_tokens.inc(run.num_resumed_tokens)
         else:
             log.warning("earlier_tokens_dropped", job_id=job.id, reason="their text is not this tokenizer's")
-            run.choices = make_choices(job, run.epoch, prompt, self._c.tokenizer, self._c.limits)
+            run.choices = self._builder.choices(run, job, prompt)
         if run.cancelled:
             run.finish_rest(FinishReason.CANCELLED)
         return stands
@@ -139,34 +142,29 @@ class Intake:
     async def _add_requests(self, run: JobRun, prompt: tuple[int, ...]) -> None:
         """All of them at once, when there is room. Raises JobError, with nothing left in the engine, when the
         scheduler refuses."""
-        targets = targets_of(run.job, self._c.targets)
-        specs = [
-            make_spec(run, choice, prompt, targets, self._c.limits)
-            for choice in run.choices
-            if choice.finish is None
-        ]
-        if specs and not await self._stand_in_line(run, len(specs), specs[0].deadline_s):
+        specs = [self._builder.spec(run, choice, prompt) for choice in run.choices if choice.finish is None]
+        if specs and not await self._is_admitted(run, len(specs), specs[0].deadline_s):
             return
-        self._c.table.add_requests(run)
+        self._edges.table.add_requests(run)
         for spec in specs:
-            rejection = self._c.engine.add(spec)
+            rejection = self._engine.add(spec)
             if rejection is not None:
                 self._withdraw(run)
                 raise rejected(rejection, run.job_id)
-        self._c.metrics.prompt_tokens.inc(len(prompt))
+        self._edges.metrics.prompt_tokens.inc(len(prompt))
 
-    async def _stand_in_line(self, run: JobRun, num_places: int, deadline_s: float | None) -> bool:
-        """Whether the places are there, to be taken before anything else is awaited."""
-        limit_s = None if deadline_s is None else deadline_s - self._c.clock()
-        turn = await self._c.line.stand(run, num_places, limit_s)
-        if turn is Turn.LATE:
+    async def _is_admitted(self, run: JobRun, num_requests: int, deadline_s: float | None) -> bool:
+        """Whether there is room, to be taken before anything else is awaited."""
+        limit_s = None if deadline_s is None else deadline_s - self._edges.clock()
+        admission = await self._queue.wait(run, num_requests, limit_s)
+        if admission is Admission.LATE:
             run.finish_rest(FinishReason.EXPIRED)
-        elif turn is Turn.LEFT and run.cancelled and not run.abandoned:
+        elif admission is Admission.LEFT and run.cancelled and not run.abandoned:
             run.finish_rest(FinishReason.CANCELLED)
-        return turn is Turn.COME
+        return admission is Admission.ADMITTED
 
     def _withdraw(self, run: JobRun) -> None:
         for choice in run.choices:
-            self._c.table.drop_request(choice.request_id)
-            self._c.engine.finish(choice.request_id, FinishReason.CANCELLED)
+            self._edges.table.drop_request(choice.request_id)
+            self._engine.finish(choice.request_id, FinishReason.CANCELLED)
         run.choices = []

@@ -1,4 +1,4 @@
-"""Every job from its delivery to its end: who does what is in intake, progress and finisher; here is when."""
+"""Every job from its delivery to its end. Intake, output and completion do the work; this says when."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -7,14 +7,17 @@ from typing import Any
 import structlog
 
 from scheduler.spec import FinishReason, RequestUpdate
+from service.engine.engine import Engine
 from service.errors import DependencyError, InternalError, JobError
 from service.ingest.delivery import Delivery, TopicPartition
-from service.worker.context import Context
-from service.worker.finisher import Finisher
+from service.worker.admission_queue import AdmissionQueue
+from service.worker.completion import Completion
+from service.worker.edges import Edges
 from service.worker.intake import Intake
 from service.worker.job_run import JobRun
-from service.worker.progress import Progress
-from service.worker.terminal import status_of
+from service.worker.outcome import status_of
+from service.worker.output import Output
+from service.worker.specs import RequestBuilder
 
 log = structlog.get_logger(__name__)
 
@@ -23,12 +26,22 @@ class JobFlow:
     """The callbacks of consumer, engine, publisher and cancel listener. Event loop only; none of them waits."""
 
     def __init__(
-        self, context: Context, *, superseded_retry_s: float, on_settled: Callable[[], None]
+        self,
+        edges: Edges,
+        builder: RequestBuilder,
+        engine: Engine,
+        queue: AdmissionQueue,
+        token_text: Callable[[int], str],
+        *,
+        superseded_retry_s: float,
+        on_settled: Callable[[], None],
     ) -> None:
-        self._c = context
-        self._finisher = Finisher(context)
-        self._intake = Intake(context, self._finisher)
-        self.progress = Progress(context, self._finish)
+        self._edges = edges
+        self._engine = engine
+        self._queue = queue
+        self._completion = Completion(edges)
+        self._intake = Intake(edges, builder, engine, queue, self._completion)
+        self.output = Output(edges, engine, token_text, self._finish)
         self._superseded_retry_s = superseded_retry_s
         self._on_settled = on_settled
         self._tasks: set[asyncio.Task[None]] = set()
@@ -44,24 +57,24 @@ class JobFlow:
             self._begin(delivery)
 
     def on_updates(self, updates: Sequence[RequestUpdate]) -> None:
-        self.progress.take(updates)
-        self._c.line.call_next()
+        self.output.take(updates)
+        self._queue.wake_next()
 
     def on_cancel(self, job_id: str) -> None:
         """Somebody asked for it. Jobs that other workers have, or nobody yet, find the request when opened."""
-        run = self._c.table.job(job_id)
+        run = self._edges.table.job(job_id)
         if run is None:
-            self._c.table.note_cancel(job_id)
+            self._edges.table.note_cancel(job_id)
             return
         run.cancelled = True
-        self._c.line.leave(run)
+        self._queue.leave(run)
         for choice in run.choices:
             if choice.finish is None:
-                self._c.engine.finish(choice.request_id, FinishReason.CANCELLED)
+                self._engine.finish(choice.request_id, FinishReason.CANCELLED)
 
     def on_lost(self, partitions: Sequence[TopicPartition]) -> None:
         """Others have these partitions now; what is in flight there is theirs to finish."""
-        runs = self._c.table.of_partitions(partitions)
+        runs = self._edges.table.of_partitions(partitions)
         for run in runs:
             self.abandon(run)
         if runs:
@@ -69,8 +82,8 @@ class JobFlow:
 
     def on_fenced(self, job_id: str, epoch: int) -> None:
         """A newer attempt has the stream. The record stays incomplete: whoever owns the partition settles it."""
-        self._c.metrics.fenced.inc()
-        run = self._c.table.job(job_id)
+        self._edges.metrics.fenced.inc()
+        run = self._edges.table.job(job_id)
         if run is None or run.epoch != epoch:
             return
         log.warning("job_superseded", job_id=job_id, epoch=epoch)
@@ -86,10 +99,10 @@ class JobFlow:
         self._stop_requests(run)
         if run.stream is not None:
             run.stream.abandon()
-        self._c.table.remove(run)
+        self._edges.table.remove(run)
 
     def abandon_all(self) -> int:
-        runs = list(self._c.table)
+        runs = list(self._edges.table)
         for run in runs:
             self.abandon(run)
         return len(runs)
@@ -102,22 +115,22 @@ class JobFlow:
         self._broken.cancel()
 
     def _begin(self, delivery: Delivery) -> None:
-        run = JobRun.begin(delivery, now_s=self._c.clock(), wall_s=self._c.wall_clock())
-        self._c.table.add(run)
-        self._c.table.enter_intake()
+        run = JobRun.begin(delivery, now_s=self._edges.clock(), wall_s=self._edges.wall_clock())
+        self._edges.table.add(run)
+        self._edges.table.enter_intake()
         self._spawn(self._guarded(run, self._take_in(run)))
 
     async def _take_in(self, run: JobRun) -> None:
         try:
             await self._intake.take(run)
         finally:
-            self._c.table.leave_intake(run)
+            self._edges.table.leave_intake(run)
 
     def _finish(self, run: JobRun) -> None:
         self._spawn(self._guarded(run, self._end(run)))
 
     async def _end(self, run: JobRun) -> None:
-        await self._finisher.end(run, status_of(run))
+        await self._completion.end(run, status_of(run))
 
     async def _guarded(self, run: JobRun, work: Coroutine[Any, Any, None]) -> None:
         """A bug of ours ends the one job it showed up in."""
@@ -143,7 +156,7 @@ class JobFlow:
             message = f"{type(error).__name__} in the service; the operator's log has the rest"
             reason = JobError("internal_error", message, job_id=run.job_id or None)
         assert isinstance(reason, JobError)
-        for refuse in (self._end_or_refuse, self._finisher.refuse_barely):
+        for refuse in (self._end_or_refuse, self._completion.refuse_barely):
             try:
                 await refuse(run, reason)
                 return
@@ -157,20 +170,20 @@ class JobFlow:
 
     async def _end_or_refuse(self, run: JobRun, reason: JobError) -> None:
         if run.stream is not None:
-            await self._finisher.end(run, "failed", reason)
+            await self._completion.end(run, "failed", reason)
         else:
-            await self._finisher.refuse_record(run, reason)
+            await self._completion.refuse_record(run, reason)
 
     def _stop_requests(self, run: JobRun) -> None:
-        self._c.line.leave(run)
+        self._queue.leave(run)
         for choice in run.choices:
-            self._c.table.drop_request(choice.request_id)
-            self._c.engine.finish(choice.request_id, FinishReason.CANCELLED)
+            self._edges.table.drop_request(choice.request_id)
+            self._engine.finish(choice.request_id, FinishReason.CANCELLED)
 
     def _retry(self, run: JobRun) -> None:
-        if run.abandoned or self._c.table.job(run.job_id) is not run:
+        if run.abandoned or self._edges.table.job(run.job_id) is not run:
             return
-        self._c.table.remove(run)
+        self._edges.table.remove(run)
         run.abandoned = True
         self._begin(run.delivery)
 

@@ -10,6 +10,17 @@ from service.text.detokenizer import Detokenizer
 from service.wire import ErrorInfo, Job, TokenLogprob, record_time_ms
 
 
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Seconds; None: no target."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+NO_TARGETS = Targets()
+
+
 @dataclass(slots=True, eq=False)
 class ChoiceRun:
     """One of a job's `n` generations."""
@@ -74,6 +85,8 @@ class JobRun:
     """For templates that print the date, the same for all attempts: of the record; where it has none, of the first
     attempt."""
     job: Job | None = None
+    targets: Targets = NO_TARGETS
+    """The job's latency targets, its class's where it names none."""
     job_id: str = ""
     stream: AttemptWriter | None = None
     """Writes the tokens, once the job's stream is ours."""

@@ -6,7 +6,6 @@ from typing import Final, NamedTuple
 
 from service.text.tokenizer import Tokenizer
 from service.wire import Job
-from service.worker.specs import encode_prompt
 
 LONG_TEXT_CHARS: Final = 1 << 14
 """Takes about 10 ms, which is what a job behind it waits; a record's full 1 MiB takes a second."""
@@ -41,3 +40,17 @@ class PromptEncoder:
 
 def _num_chars(job: Job) -> int:
     return len(job.prompt or "") + sum(len(message.content) for message in job.messages or ())
+
+
+def encode_prompt(job: Job, tokenizer: Tokenizer, date_ms: int, max_tokens: int | None) -> tuple[int, ...]:
+    """The prompt's ids; runs off the event loop.
+
+    A template that writes the date writes that of `date_ms`. Raises JobError; given `max_tokens`, at once for a text
+    that cannot fit in so many.
+    """
+    if job.prompt_token_ids is not None:
+        return tuple(job.prompt_token_ids)
+    if job.prompt is not None:
+        return tuple(tokenizer.encode_prompt(job.prompt, max_tokens=max_tokens))
+    messages = job.template_messages()
+    return tuple(tokenizer.encode_chat(messages, timestamp_ms=date_ms, max_tokens=max_tokens))

@@ -1,14 +1,17 @@
 """From a job and its prompt's ids to what the scheduler runs; checks what only the loaded model can tell."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from scheduler.config import ClassTargets
 from scheduler.plan import SamplingParams
 from scheduler.spec import Rejection, RequestSpec, ServiceClass
 from service.errors import JobError
+from service.grammar import GrammarGate
 from service.text.tokenizer import Tokenizer
 from service.wire import Job
-from service.worker.job_run import ChoiceRun, JobRun
-from service.worker.targets import Targets
+from service.worker.job_run import ChoiceRun, JobRun, Targets
+from service.worker.prompts import PromptEncoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,43 @@ class ModelLimits:
     eos_token_ids: frozenset[int]
     default_max_tokens: int
     max_output_tokens: int
+
+
+class RequestBuilder:
+    """From a job to the requests that the scheduler runs: what only the loaded model can tell is found out here."""
+
+    def __init__(
+        self,
+        limits: ModelLimits,
+        targets: Mapping[ServiceClass, ClassTargets],
+        tokenizer: Tokenizer,
+        prompts: PromptEncoder,
+        grammars: GrammarGate,
+    ) -> None:
+        self._limits = limits
+        self._targets = targets
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._grammars = grammars
+
+    def targets_of(self, job: Job) -> Targets:
+        return targets_of(job, self._targets)
+
+    async def prepare(self, run: JobRun, job: Job) -> tuple[int, ...]:
+        """The prompt's ids; sets the run's grammar. Raises JobError for what this model cannot run."""
+        check_against_model(job, self._limits)
+        run.grammar = await self._grammars.admit(job)
+        prompt = await self._prompts.encode(job, run.date_ms)
+        run.num_prompt_tokens = len(prompt)
+        return prompt
+
+    def choices(self, run: JobRun, job: Job, prompt: tuple[int, ...]) -> list[ChoiceRun]:
+        """One per `n`, none of them begun."""
+        return make_choices(job, run.epoch, prompt, self._tokenizer, self._limits)
+
+    def spec(self, run: JobRun, choice: ChoiceRun, prompt: tuple[int, ...]) -> RequestSpec:
+        """The request that generates what the choice still lacks."""
+        return make_spec(run, choice, prompt, self._limits)
 
 
 def check_against_model(job: Job, limits: ModelLimits) -> None:
@@ -48,20 +88,6 @@ def check_against_model(job: Job, limits: ModelLimits) -> None:
             )  # fmt: skip
 
 
-def encode_prompt(job: Job, tokenizer: Tokenizer, date_ms: int, max_tokens: int | None) -> tuple[int, ...]:
-    """The prompt's ids; runs off the event loop.
-
-    A template that writes the date writes that of `date_ms`. Raises JobError; given `max_tokens`, at once for a text
-    that cannot fit in so many.
-    """
-    if job.prompt_token_ids is not None:
-        return tuple(job.prompt_token_ids)
-    if job.prompt is not None:
-        return tuple(tokenizer.encode_prompt(job.prompt, max_tokens=max_tokens))
-    messages = job.template_messages()
-    return tuple(tokenizer.encode_chat(messages, timestamp_ms=date_ms, max_tokens=max_tokens))
-
-
 def make_choices(
     job: Job, epoch: int, prompt: tuple[int, ...], tokenizer: Tokenizer, limits: ModelLimits
 ) -> list[ChoiceRun]:
@@ -84,9 +110,7 @@ def make_choices(
     ]
 
 
-def make_spec(
-    run: JobRun, choice: ChoiceRun, prompt: tuple[int, ...], targets: Targets, limits: ModelLimits
-) -> RequestSpec:
+def make_spec(run: JobRun, choice: ChoiceRun, prompt: tuple[int, ...], limits: ModelLimits) -> RequestSpec:
     job = run.job
     assert job is not None, "only decoded jobs have choices"
     return RequestSpec(
@@ -98,8 +122,8 @@ def make_spec(
         stop_token_ids=choice.stop_token_ids,
         generated_token_ids=tuple(choice.token_ids),
         service_class=ServiceClass(job.service_class),
-        ttft_s=targets.ttft_s,
-        tpot_s=targets.tpot_s,
+        ttft_s=run.targets.ttft_s,
+        tpot_s=run.targets.tpot_s,
         deadline_s=run.deadline_s,
         tenant=job.tenant or "",
         fork_group=f"{job.id}#{run.epoch}" if job.n > 1 else None,
@@ -140,4 +164,13 @@ def _sampling(job: Job, choice: ChoiceRun, grammar: str | None) -> SamplingParam
         banned_token_ids=tuple(sorted(choice.stop_token_ids)) if job.min_tokens else (),
         min_tokens=job.min_tokens,
         grammar=grammar,
+    )
+
+
+def targets_of(job: Job, classes: Mapping[ServiceClass, ClassTargets]) -> Targets:
+    """The job's own latency targets, its class's where it names none."""
+    by_class = classes.get(ServiceClass(job.service_class), ClassTargets())
+    return Targets(
+        by_class.ttft_s if job.slo.ttft_ms is None else job.slo.ttft_ms / 1000,
+        by_class.tpot_s if job.slo.tpot_ms is None else job.slo.tpot_ms / 1000,
     )

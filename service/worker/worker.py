@@ -41,6 +41,8 @@ class Worker:
         """Once serving; for benches and tests that look inside."""
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._closing = False
+        self._failure: Exception | None = None
 
     def stop(self) -> None:
         """Drain and end (SIGTERM). A second call hands back at once what still runs."""
@@ -102,19 +104,56 @@ class Worker:
             raise
 
     async def _serve(self, parts: Parts) -> None:
+        """Returns after a drain; raises what a part that ended by itself raised, after the others were closed."""
         self.parts = parts
         self.readiness.watch(parts)
-        tasks = [
-            _task(parts.engine.run(), "engine"),
-            _task(parts.publisher.run(), "publisher"),
-            _task(parts.listener.run(), "cancel-listener"),
-            _task(parts.claim.run(), "namespace-claim"),
-            _task(parts.producer.run(), "producer"),
-            _task(parts.consumer.run(), "consumer"),
-            _task(parts.flow.run(), "job-flow"),
-            _task(parts.observer.run(parts.wall_clock), "observer"),
-            _task(watch_loop_lag(self.metrics.loop_lag.observe), "loop-lag"),
-        ]
+        async with asyncio.TaskGroup() as group:
+
+            def start(work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
+                return group.create_task(self._supervised(work, name), name=name)
+
+            # Each of these ends when its part is stopped …
+            stopping = [
+                start(parts.engine.run(), "engine"),
+                start(parts.publisher.run(), "publisher"),
+                start(parts.producer.run(), "producer"),
+                start(parts.consumer.run(), "consumer"),
+            ]
+            # … and these go on until they are cancelled.
+            endless = [
+                start(parts.listener.run(), "cancel-listener"),
+                start(parts.claim.run(), "namespace-claim"),
+                start(parts.flow.run(), "job-flow"),
+                start(parts.observer.run(parts.wall_clock), "observer"),
+                start(watch_loop_lag(self.metrics.loop_lag.observe), "loop-lag"),
+            ]
+            self._log_serving(parts)
+            self.serving.set()
+            try:
+                await self._stop.wait()
+                if self._failure is None:
+                    await self._drain(parts)
+            finally:
+                await self._close(parts, stopping, endless)
+        if self._failure is not None:
+            raise self._failure
+
+    async def _supervised(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """A part that ends before it is told to stops the worker, which closes the others in order."""
+        failure: Exception | None = None
+        try:
+            await work
+        except Exception as error:
+            failure = error
+        if not self._closing:
+            self.readiness.broken = f"part {name} ended"
+            self._failure = failure or InternalError(f"part {name} of the worker ended by itself")
+            self._hurry.set()
+            self._stop.set()
+        elif failure is not None:
+            log.warning("part_failed_while_closing", part=name, error=repr(failure))
+
+    def _log_serving(self, parts: Parts) -> None:
         config = parts.engine.scheduler.config
         log.info(
             "serving",
@@ -124,26 +163,8 @@ class Worker:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
         )
-        self.serving.set()
-        try:
-            await self._until_stopped(tasks)
-            await self._drain(parts, tasks)
-        finally:
-            await self._close(parts, tasks)
 
-    async def _until_stopped(self, tasks: list["asyncio.Task[None]"]) -> None:
-        """Returns on stop(); raises what a part that ended by itself raised."""
-        stopping = asyncio.create_task(self._stop.wait())
-        try:
-            done, _ = await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopping.cancel()
-        for task in done - {stopping}:
-            self.readiness.broken = f"part {task.get_name()} ended"
-            task.result()
-            raise InternalError(f"part {task.get_name()} of the worker ended by itself")
-
-    async def _drain(self, parts: Parts, tasks: list["asyncio.Task[None]"]) -> None:
+    async def _drain(self, parts: Parts) -> None:
         """Finish what fits the grace period; the rest is handed back by not completing it."""
         self.readiness.draining = True
         grace_s = max(0.0, self._settings.drain_grace_s - HANDBACK_S)
@@ -151,14 +172,17 @@ class Worker:
         await parts.consumer.stop()
         waits = [asyncio.create_task(parts.table.when_empty()), asyncio.create_task(self._hurry.wait())]
         try:
-            await asyncio.wait([*waits, *tasks], timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
         log.info("drained", num_handed_back=len(parts.table))
 
-    async def _close(self, parts: Parts, tasks: list["asyncio.Task[None]"]) -> None:
+    async def _close(
+        self, parts: Parts, stopping: "list[asyncio.Task[None]]", endless: "list[asyncio.Task[None]]"
+    ) -> None:
         """Commit, leave the group, end every part. Bounded by the parts' own timeouts."""
+        self._closing = True
         parts.flow.abandon_all()
         await parts.consumer.close(HANDBACK_S)
         parts.publisher.stop()
@@ -166,15 +190,9 @@ class Worker:
         await parts.flow.close()
         await parts.grammars.close()
         await parts.producer.stop(HANDBACK_S)
-        for task in tasks:
-            if task.get_name() in ("observer", "loop-lag", "cancel-listener", "namespace-claim", "job-flow"):
-                task.cancel()
-        _, pending = await asyncio.wait(tasks, timeout=HANDBACK_S)
+        for task in endless:
+            task.cancel()
+        _, pending = await asyncio.wait([*stopping, *endless], timeout=HANDBACK_S)
         for task in pending:
             log.warning("part_did_not_end", part=task.get_name())
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _task(work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
-    return asyncio.get_running_loop().create_task(work, name=name)

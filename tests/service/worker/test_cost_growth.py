@@ -19,8 +19,7 @@ from service.wire.common import TokenLogprob
 from service.wire.decode import parse_job
 from service.wire.event import Delta, Start
 from service.worker.job_run import ChoiceRun, JobRun
-from service.worker.targets import Targets
-from service.worker.terminal import result_of
+from service.worker.outcome import result_of
 from tests.support.cost import count_calls, peak_bytes
 from tests.support.streams import COMPLETED, DIGEST
 
@@ -65,7 +64,7 @@ class Output:
         """The terminal record."""
         self.choice.finish = FinishReason.LENGTH
         self.choice.close()
-        record = result_of(self.run, "completed", Targets(None, None), worker="w", now_s=9.0).encode()
+        record = result_of(self.run, "completed", worker="w", now_s=9.0).encode()
         asyncio.run(self._decide_and_end(record))
         return record
 

@@ -1,4 +1,4 @@
-"""What each step brought: tokens become text, text becomes deltas, finished jobs are sent to their end.
+"""What each step brought: tokens become text, text becomes deltas, finished jobs go to their completion.
 
 Runs on the event loop while the next step computes; its cost per token is what streaming costs.
 """
@@ -7,36 +7,46 @@ from collections.abc import Callable, Sequence
 
 from scheduler.plan import StepPlan, TokenLogprobs
 from scheduler.spec import FinishReason, RequestUpdate
+from service.engine.engine import Engine
 from service.wire import TokenLogprob, TopLogprob, finite_logprob
-from service.worker.context import Context
+from service.worker.edges import Edges
 from service.worker.job_run import ChoiceRun, JobRun
 
 
-class Progress:
-    def __init__(self, context: Context, on_finished: Callable[[JobRun], None]) -> None:
-        self._c = context
+class Output:
+    def __init__(
+        self,
+        edges: Edges,
+        engine: Engine,
+        token_text: Callable[[int], str],
+        on_finished: Callable[[JobRun], None],
+    ) -> None:
+        """`token_text` names a token beside its log-probability."""
+        self._edges = edges
+        self._engine = engine
+        self._token_text = token_text
         self._on_finished = on_finished
 
     def take(self, updates: Sequence[RequestUpdate]) -> None:
         """All updates of one step."""
-        now_s = self._c.clock()
+        now_s = self._edges.clock()
         num_tokens = 0
         for update in updates:
-            entry = self._c.table.request(update.request_id)
+            entry = self._edges.table.request(update.request_id)
             if entry is None:
                 continue
             run, choice = entry
             num_tokens += len(update.new_token_ids)
             self._take_one(run, choice, update, now_s)
         if num_tokens:
-            self._c.metrics.output_tokens.inc(num_tokens)
+            self._edges.metrics.output_tokens.inc(num_tokens)
 
     def note_step(self, plan: StepPlan, started_s: float) -> None:
         """Remember when a job first got into a step; rows that prefill are the only ones that can be new."""
         for row in reversed(plan.rows):
             if row.num_generated_tokens and len(row.token_ids) == 1:
                 break
-            entry = self._c.table.request(row.request_id)
+            entry = self._edges.table.request(row.request_id)
             if entry is not None and entry[0].first_step_s is None:
                 entry[0].first_step_s = started_s
 
@@ -53,7 +63,7 @@ class Progress:
         if choice.detokenizer.stopped:
             choice.finish = FinishReason.STOP
             if update.finish is None:
-                self._c.engine.finish(choice.request_id, FinishReason.STOP)
+                self._engine.finish(choice.request_id, FinishReason.STOP)
         elif update.finish is not None:
             choice.finish, choice.error = update.finish, update.error
             text += choice.close()
@@ -62,7 +72,7 @@ class Progress:
         if (text or update.new_token_ids) and run.stream is not None:
             run.stream.delta(choice.index, text, tuple(choice.token_ids[num_before:]), logprobs)
         if choice.finish is not None:
-            self._c.table.drop_request(choice.request_id)
+            self._edges.table.drop_request(choice.request_id)
             if choice.finish is FinishReason.ERROR:
                 self._stop_siblings(run)
             if run.finished:
@@ -72,10 +82,10 @@ class Progress:
         """The job has failed: what else it would generate is nobody's."""
         for choice in run.choices:
             if choice.finish is None:
-                self._c.engine.finish(choice.request_id, FinishReason.CANCELLED)
+                self._engine.finish(choice.request_id, FinishReason.CANCELLED)
 
     def _named(self, update: RequestUpdate) -> list[TokenLogprob]:
-        token_text = self._c.tokenizer.token_text
+        token_text = self._token_text
 
         def named(token_id: int, of: TokenLogprobs) -> TokenLogprob:
             top = tuple(

@@ -8,22 +8,21 @@ from service.stream.publisher import Opened, Outcome
 from service.stream.writer import AttemptWriter
 from service.wire import DeadLetter, ErrorInfo, Origin, Result, Status, parse_result
 from service.wire.limits import MAX_ID_CHARS
-from service.worker.context import Context
 from service.worker.digest import digest_of
+from service.worker.edges import Edges
 from service.worker.job_run import JobRun
-from service.worker.targets import targets_of
-from service.worker.terminal import UNREADABLE_CODES, ending_of, result_of
+from service.worker.outcome import UNREADABLE_CODES, ending_of, result_of
 
 log = structlog.get_logger(__name__)
 
 PASSED_ON_HEADERS = frozenset({"traceparent", "tracestate"})
 
 
-class Finisher:
+class Completion:
     """Every method may be called once per run and returns when the run is settled or not ours any more."""
 
-    def __init__(self, context: Context) -> None:
-        self._c = context
+    def __init__(self, edges: Edges) -> None:
+        self._edges = edges
 
     async def end(self, run: JobRun, status: Status, error: JobError | None = None) -> bool:
         """Write the terminal record of a job whose stream we hold. False: a newer attempt holds it."""
@@ -32,9 +31,8 @@ class Finisher:
         result = result_of(
             run,
             status,
-            targets_of(run.job, self._c.targets),
-            worker=self._c.names.worker,
-            now_s=self._c.clock(),
+            worker=self._edges.names.worker,
+            now_s=self._edges.clock(),
         )
         record, stream = result.encode(), _stream_of(run)
         if not await stream.decide(record):
@@ -94,22 +92,24 @@ class Finisher:
             id=job_id,
             status="failed",
             attempt=run.number,
-            worker=self._c.names.worker,
+            worker=self._edges.names.worker,
             error=ErrorInfo.of(error),
         )
-        await self._c.producer.send(self._c.names.results_topic, key=job_id.encode(), value=result.encode())
+        await self._edges.producer.send(
+            self._edges.names.results_topic, key=job_id.encode(), value=result.encode()
+        )
         log.error("job_refused_barely", origin=run.origin, result=job_id)
         self.settle(run)
 
     def suppress(self, run: JobRun) -> None:
         """Settle a redelivery of a record that was carried to its end before."""
-        self._c.metrics.duplicates.inc()
+        self._edges.metrics.duplicates.inc()
         log.info("redelivery_suppressed", job_id=run.job_id, origin=run.origin)
         self.settle(run)
 
     async def refuse_duplicate(self, run: JobRun, opened: Opened) -> None:
         """Settle a record whose id belongs to another record, without touching that one's result."""
-        self._c.metrics.duplicates.inc()
+        self._edges.metrics.duplicates.inc()
         log.info(
             "duplicate_suppressed", job_id=run.job_id, origin=run.origin, same_content=opened.same_digest,
             ended=opened.ended_status,
@@ -125,14 +125,14 @@ class Finisher:
 
     def settle(self, run: JobRun) -> None:
         """The record needs nothing more from anybody."""
-        self._c.table.remove(run)
+        self._edges.table.remove(run)
         if not run.abandoned:
-            self._c.complete(run.delivery)
+            self._edges.complete(run.delivery)
 
     async def _open_and_end(self, run: JobRun, job_id: str, status: Status, error: JobError) -> bool:
         """File a refusal under `job_id`. False: that id belongs to another record, or its keys to somebody else."""
         try:
-            opened = await self._c.publisher.open(
+            opened = await self._edges.publisher.open(
                 job_id, origin=run.origin, digest=digest_of(run.delivery), num_choices=1, stream=True
             )
         except JobError:
@@ -140,7 +140,7 @@ class Finisher:
         if opened.outcome is Outcome.DUPLICATE:
             return False
         if opened.outcome is Outcome.OPENED:
-            self._c.table.name(run, job_id, opened)
+            self._edges.table.name(run, job_id, opened)
             if opened.decided is not None and await self.repeat(run, opened):
                 return True
             _stream_of(run).start()
@@ -153,8 +153,8 @@ class Finisher:
     async def _send_result(self, run: JobRun, job_id: str, record: bytes) -> None:
         passed_on = [(name, value) for name, value in run.delivery.headers if name in PASSED_ON_HEADERS]
         headers = [*passed_on, ("tailrace-attempt", str(run.number).encode())]
-        await self._c.producer.send(
-            self._c.names.results_topic,
+        await self._edges.producer.send(
+            self._edges.names.results_topic,
             key=job_id.encode(),
             value=record,
             headers=headers,
@@ -174,8 +174,8 @@ class Finisher:
         )
         letter = DeadLetter(delivery.key, delivery.value, delivery.headers, origin)
         try:
-            await self._c.producer.send(
-                self._c.names.dead_letter_topic,
+            await self._edges.producer.send(
+                self._edges.names.dead_letter_topic,
                 key=delivery.key,
                 value=delivery.value,
                 headers=letter.record_headers(),
@@ -186,10 +186,10 @@ class Finisher:
             # The record came through a topic that takes more than ours, or other keys. Its result tells what happened.
             log.error("dead_letter_refused", origin=run.origin, reason=refused.message)
             return
-        self._c.metrics.dead_letters.inc()
+        self._edges.metrics.dead_letters.inc()
 
     def _observe(self, run: JobRun, result: Result) -> None:
-        metrics, timings = self._c.metrics, result.timings
+        metrics, timings = self._edges.metrics, result.timings
         metrics.jobs.labels(status=result.status).inc()
         if run.job is None:
             return

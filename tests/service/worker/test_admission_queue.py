@@ -1,37 +1,37 @@
-"""Jobs that wait for places in the scheduler's queue: in order, all or none, and out again for every reason."""
+"""Jobs that wait for room in the scheduler's queue: in order, all or none, and out again for every reason."""
 
 import asyncio
 
 import pytest
 
 from service.ingest.delivery import Delivery
+from service.worker.admission_queue import Admission, AdmissionQueue
 from service.worker.job_run import JobRun
-from service.worker.line import Line, Turn
 
 
 class Queue:
-    """The places, and who has taken some, in order."""
+    """The scheduler's queue: how much room it has, and which jobs were added, in order."""
 
     def __init__(self, num_free: int) -> None:
         self.num_free = num_free
         self.num_looks = 0
-        self.line = Line(self._look)
+        self.admission = AdmissionQueue(self._look)
         self.took: list[str] = []
 
     def _look(self) -> int:
         self.num_looks += 1
         return self.num_free
 
-    async def take(self, run: JobRun, num_places: int, limit_s: float | None = None) -> Turn:
-        turn = await self.line.stand(run, num_places, limit_s)
-        if turn is Turn.COME:
-            self.num_free -= num_places
+    async def take(self, run: JobRun, num_requests: int, limit_s: float | None = None) -> Admission:
+        admitted = await self.admission.wait(run, num_requests, limit_s)
+        if admitted is Admission.ADMITTED:
+            self.num_free -= num_requests
             self.took.append(run.job_id)
-        return turn
+        return admitted
 
     async def free(self, count: int) -> None:
         self.num_free += count
-        self.line.call_next()
+        self.admission.wake_next()
         await settled()
 
 
@@ -42,30 +42,30 @@ def new_run(job_id: str) -> JobRun:
 
 
 async def settled() -> None:
-    """Everybody who was called has looked, taken and called the next."""
+    """Each job that was woken has looked, was added and woke the next."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
-async def test_with_places_free_nobody_waits() -> None:
+async def test_with_room_no_job_waits() -> None:
     queue = Queue(4)
     waiting = queue.take(new_run("a"), 4)
     with pytest.raises(StopIteration):
         waiting.send(None)
     assert queue.took == ["a"]
-    assert len(queue.line) == 0
+    assert len(queue.admission) == 0
 
 
-async def test_first_come_first_served_and_all_places_at_once() -> None:
+async def test_first_come_first_served_and_all_requests_at_once() -> None:
     queue = Queue(3)
     async with asyncio.TaskGroup() as group:
-        for job_id, num_places in (("a", 4), ("b", 1), ("c", 2)):
-            group.create_task(queue.take(new_run(job_id), num_places))
+        for job_id, num_requests in (("a", 4), ("b", 1), ("c", 2)):
+            group.create_task(queue.take(new_run(job_id), num_requests))
         await settled()
-        assert queue.took == [], "a needs 4, and nobody goes past it"
+        assert queue.took == [], "a needs 4, and no job goes past it"
         await queue.free(1)
         assert queue.took == ["a"]
-        assert await queue.take(new_run("none"), 0, limit_s=0) is Turn.LATE, (
+        assert await queue.take(new_run("none"), 0, limit_s=0) is Admission.LATE, (
             "newcomers stand behind the others"
         )
         await queue.free(3)
@@ -81,7 +81,7 @@ async def test_who_is_called_in_vain_keeps_its_place() -> None:
             group.create_task(queue.take(new_run(job_id), 1))
         await settled()
         queue.num_free = 1
-        queue.line.call_next()
+        queue.admission.wake_next()
         queue.num_free = 0
         await settled()
         assert queue.took == []
@@ -98,7 +98,7 @@ async def test_nobody_looks_unless_called() -> None:
         num_looks = queue.num_looks
         await settled()
         assert queue.num_looks == num_looks
-        queue.line.call_next()
+        queue.admission.wake_next()
         await settled()
         assert queue.num_looks == num_looks + 1, "the first only, and it is not woken for nothing"
         await queue.free(3)
@@ -110,30 +110,30 @@ async def test_leaving_is_at_once_wherever_one_stands(first_leaves: bool) -> Non
     big, small = new_run("big"), new_run("small")
     waits = [asyncio.create_task(queue.take(big, 2)), asyncio.create_task(queue.take(small, 1))]
     await settled()
-    queue.line.leave(big if first_leaves else small)
+    queue.admission.leave(big if first_leaves else small)
     await settled()
-    assert waits[not first_leaves].result() is Turn.LEFT
+    assert waits[not first_leaves].result() is Admission.LEFT
     assert queue.took == (["small"] if first_leaves else []), "whoever is first now need not wait for a call"
     await queue.free(2)
-    assert {wait.result() for wait in waits} == {Turn.COME, Turn.LEFT}
-    assert len(queue.line) == 0
+    assert {wait.result() for wait in waits} == {Admission.ADMITTED, Admission.LEFT}
+    assert len(queue.admission) == 0
 
 
 async def test_late_and_cancelled_jobs_make_way() -> None:
     queue = Queue(0)
     cancelled = asyncio.create_task(queue.take(new_run("closed"), 1))
     await settled()
-    assert await queue.take(new_run("late"), 1, limit_s=0.01) is Turn.LATE
+    assert await queue.take(new_run("late"), 1, limit_s=0.01) is Admission.LATE
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cancelled
-    assert len(queue.line) == 0
+    assert len(queue.admission) == 0
     await queue.free(1)
-    assert await queue.take(new_run("next"), 1) is Turn.COME
+    assert await queue.take(new_run("next"), 1) is Admission.ADMITTED
 
 
 async def test_leaving_without_standing_is_nothing() -> None:
     queue = Queue(1)
     run = new_run("a")
-    queue.line.leave(run)
-    assert await queue.take(run, 1) is Turn.COME
+    queue.admission.leave(run)
+    assert await queue.take(run, 1) is Admission.ADMITTED

@@ -5,8 +5,7 @@ import pytest
 from service.ingest.delivery import Delivery
 from service.wire import parse_job
 from service.worker.job_run import JobRun
-from service.worker.targets import NO_TARGETS
-from service.worker.terminal import result_of
+from service.worker.outcome import result_of
 
 
 def run_of(value: bytes) -> JobRun:
@@ -22,11 +21,11 @@ LINE = b'{"custom_id":"a b","url":"/v1/completions","body":{"prompt":"x"}}'
 def test_result_of_a_batch_line_carries_its_custom_id_run_or_refused(refused: bool) -> None:
     run = run_of(LINE.replace(b'"x"', b'""') if refused else LINE)
     run.job = None if refused else parse_job(LINE, key=None, timestamp_ms=0)
-    result = result_of(run, "rejected" if refused else "completed", NO_TARGETS, worker="w", now_s=2.0)
+    result = result_of(run, "rejected" if refused else "completed", worker="w", now_s=2.0)
     assert result.custom_id == "a b"
     assert b'"custom_id":"a b"' in result.encode()
 
 
 def test_result_of_a_record_without_a_custom_id_has_no_such_field() -> None:
-    result = result_of(run_of(b"not json"), "failed", NO_TARGETS, worker="w", now_s=2.0)
+    result = result_of(run_of(b"not json"), "failed", worker="w", now_s=2.0)
     assert b"custom_id" not in result.encode()

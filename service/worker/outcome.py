@@ -1,4 +1,4 @@
-"""From a job that ended to what is told about it: status, result, end event."""
+"""What a job came to: its status, its result, and what its end event says."""
 
 from typing import Literal
 
@@ -15,8 +15,7 @@ from service.wire import (
     claimed_custom_id,
 )
 from service.wire import FinishReason as WireFinishReason
-from service.worker.job_run import ChoiceRun, JobRun
-from service.worker.targets import Targets
+from service.worker.job_run import ChoiceRun, JobRun, Targets
 
 _WIRE_REASON: dict[FinishReason, WireFinishReason] = {
     FinishReason.STOP: "stop",
@@ -89,7 +88,7 @@ def slo_of(timings: Timings, targets: Targets, status: Status) -> SloOutcome:
     return SloOutcome(ttft_met, tpot_met)
 
 
-def result_of(run: JobRun, status: Status, targets: Targets, *, worker: str, now_s: float) -> Result:
+def result_of(run: JobRun, status: Status, *, worker: str, now_s: float) -> Result:
     """The terminal record."""
     job, timings = run.job, timings_of(run, now_s)
     return Result(
@@ -100,7 +99,7 @@ def result_of(run: JobRun, status: Status, targets: Targets, *, worker: str, now
         choices=tuple(_choice(choice, run) for choice in run.choices),
         usage=usage_of(run),
         timings=timings,
-        slo=slo_of(timings, targets, status),
+        slo=slo_of(timings, run.targets, status),
         error=error_of(run, status),
         metadata=None if job is None else job.metadata,
         custom_id=claimed_custom_id(run.delivery.value) if job is None else job.custom_id,
