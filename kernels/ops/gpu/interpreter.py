@@ -1,7 +1,7 @@
 """Runs Triton's interpreter in a process without TRITON_INTERPRET, with fixes for its errors.
 
 Interpretation replaces triton.language's builtins while it lasts, so it runs on one thread at a time and never beside
-a compilation. Written against Triton 3.6 and 3.7; `tests/kernels/gpu/test_jit.py` says what it relies on.
+a compilation. Written against Triton 3.6 and 3.7; `tests/kernels/ops/gpu/test_jit.py` says what it relies on.
 """
 
 import threading

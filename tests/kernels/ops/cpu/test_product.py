@@ -23,16 +23,16 @@ from kernels.ops.cpu.vectors import rounded_bits
 from kernels.runner import RunnerOptions
 from tests.kernels.tiny import make_model, save
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 needs_dot = pytest.mark.skipif(
     "avx512bf16" not in processor_features(), reason="this processor has no bfloat16 dot product"
 )
 OTHER = {Product.DOT: Product.FMA, Product.FMA: Product.DOT}
 KERNEL_TESTS = (
-    "tests/kernels/ops/test_linear.py",
-    "tests/kernels/ops/test_paged_attention.py",
+    "tests/kernels/ops/cpu/test_linear.py",
+    "tests/kernels/ops/cpu/test_paged_attention.py",
     "tests/kernels/ops/test_attention_scores.py",
-    "tests/kernels/ops/test_rows.py",
+    "tests/kernels/ops/cpu/test_rows.py",
     "tests/kernels/models/cpu/test_fused.py",
 )
 RUN_TESTS = """

@@ -18,7 +18,7 @@ from kernels.runtime.gpu.kv_pool import GpuKVPool
 from kernels.runtime.gpu.read_back import ResultBuffers
 from kernels.runtime.gpu.step_inputs import StepInputs, batch_tensors
 from kernels.runtime.gpu.upload import NUM_BUFFERS, Staging
-from tests.kernels.gpu.late import LateCopies
+from tests.kernels.runtime.gpu.late import LateCopies
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig("llama", 2, 64, 96, 4, 2, 64, 50, 128, 1e-6, 10000.0)

@@ -18,7 +18,7 @@ from kernels.tools.gpu_bench import LLAMA_8B, RandomWeights
 from kernels.weights.checkpoint import open_checkpoint
 from kernels.weights.source import ModelFormat, ModelSource
 from tests.kernels.driving import Driver, Generation
-from tests.kernels.gpu.test_decoder import SMALL, make_batch
+from tests.kernels.models.gpu.test_decoder import SMALL, make_batch
 from tests.kernels.test_determinism_gpu import LENGTHS, check_attention_alone
 from tests.kernels.tiny import make_model, reference_tokens, save
 

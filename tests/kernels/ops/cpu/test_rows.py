@@ -9,7 +9,7 @@ from kernels.ops.rms_norm.reference import rms_norm_reference
 from kernels.ops.rotary.reference import rotary_reference
 from kernels.ops.store_kv.reference import store_kv_reference
 from ops.bench.cpu_calls import quantize
-from tests.kernels.ops.cpu_calls import add_norm, rms_norm, rotate_and_store
+from tests.kernels.ops.cpu.cpu_calls import add_norm, rms_norm, rotate_and_store
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 9])

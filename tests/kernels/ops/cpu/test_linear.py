@@ -4,7 +4,7 @@ import torch
 from kernels.ops.linear.packing import group_size, pack_gate_up, pack_linear
 from kernels.ops.linear.portable import make_linear
 from kernels.ops.silu_mul.reference import silu_mul_reference
-from tests.kernels.ops.cpu_calls import gate_up_gelu_mul, gate_up_silu_mul, linear
+from tests.kernels.ops.cpu.cpu_calls import gate_up_gelu_mul, gate_up_silu_mul, linear
 
 ROWS = [1, 2, 3, 5, 7, 8, 11, 12, 13, 24, 64, 97, 200]
 

@@ -24,8 +24,8 @@ from kernels.sampling.gpu.sampler import GpuSampler
 from kernels.sampling.gpu.sampling_results import SamplingResults
 from scheduler.plan import StepPlan
 from scheduler.spec import FinishReason, RequestSpec
-from tests.kernels.gpu.late import LateEvents
-from tests.kernels.gpu.serving import (
+from tests.kernels.runtime.gpu.late import LateEvents
+from tests.kernels.runtime.gpu.serving import (
     CPU,
     GREEDY,
     MIXED,
