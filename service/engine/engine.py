@@ -49,8 +49,8 @@ class Engine:
         self._on_updates = on_updates
         self._on_step = on_step
         self._clock = clock
-        self._max_out = scheduler.config.num_lookahead_steps + 1
-        self._out: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
+        self._max_in_flight = scheduler.config.num_lookahead_steps + 1
+        self._in_flight: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
         """Plans without a result yet, in the order of their steps."""
         self._is_flushed = False
         """The step thread knows that nothing follows the newest of them."""
@@ -72,7 +72,7 @@ class Engine:
         return known
 
     def stop(self) -> None:
-        """Ask `run` to return after the steps that are out."""
+        """Ask `run` to return after the steps in flight."""
         self._stopping = True
         self._wake.set()
 
@@ -83,11 +83,11 @@ class Engine:
                 self._wake.clear()  # whatever it was, the planning that follows has seen it
                 self._plan_ahead()
                 self._deliver()
-                if self._out:
+                if self._in_flight:
                     await self._take_results()
                 else:
                     await self._idle()
-            while self._out:
+            while self._in_flight:
                 self._flush()
                 await self._take_results()
             self._deliver()
@@ -96,30 +96,31 @@ class Engine:
 
     def _plan_ahead(self) -> None:
         """Hand over what can be planned; whatever else there is depends on a result."""
-        while len(self._out) < self._max_out:
+        while len(self._in_flight) < self._max_in_flight:
             plan = self.scheduler.schedule(self._clock())
             if plan is None:
                 break
             future = self._step_thread.submit(plan)
             future.add_done_callback(self._wake_up)
-            self._out.append((plan, future))
+            self._in_flight.append((plan, future))
             self._is_flushed = False
         self._flush()
 
     def _flush(self) -> None:
-        """Of two steps the thread finishes the first when the second has begun; one alone it would keep."""
-        if len(self._out) == 1 and not self._is_flushed:
+        """Make the thread finish a step that no other one follows; of two it finishes the first when the second
+        has begun."""
+        if len(self._in_flight) == 1 and not self._is_flushed:
             self._step_thread.flush()
             self._is_flushed = True
 
     async def _take_results(self) -> None:
         """Wait for the oldest result, or for anything that may make another plan possible; take in what is there."""
-        if len(self._out) < self._max_out and not self._stopping:
+        if len(self._in_flight) < self._max_in_flight and not self._stopping:
             await self._wake.wait()
         else:
-            await self._out[0][1]
-        while self._out and self._out[0][1].done():
-            plan, future = self._out.popleft()
+            await self._in_flight[0][1]
+        while self._in_flight and self._in_flight[0][1].done():
+            plan, future = self._in_flight.popleft()
             result = future.result()
             self.scheduler.update(result, self._clock())
             self.last_progress_s = self._clock()
@@ -130,11 +131,11 @@ class Engine:
         self._wake.set()
 
     def _abandon(self) -> None:
-        """Nobody will look at what is still out; an error that was not seen would be reported as forgotten."""
-        for _, future in self._out:
+        """Steps in flight are not awaited any more; an error that was not retrieved would be reported as forgotten."""
+        for _, future in self._in_flight:
             if not future.cancel() and not future.cancelled():
                 future.exception()
-        self._out.clear()
+        self._in_flight.clear()
 
     def _deliver(self) -> None:
         updates = self.scheduler.take_updates()

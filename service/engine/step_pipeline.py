@@ -33,7 +33,7 @@ class StepPipeline:
         self._post = post
         self._begun: _Begun | None = None
         self._before: StepResult | None = None
-        """Of the last finished step."""
+        """Result of the last finished step."""
         self._is_seat_stale = False
         """A row of it raised, so that what the runner keeps for its seat is of an earlier step."""
         self._fault: BaseException | None = None

@@ -94,7 +94,7 @@ class StepThread:
         try:
             self._loop.call_soon_threadsafe(_settle, future, value)
         except RuntimeError:
-            # The loop is closed: the process is on its way out and nobody waits for this step.
+            # The loop is closed: the process is ending, and this step is not awaited any more.
             log.debug("step result dropped", reason="event loop closed")
 
 

@@ -30,7 +30,8 @@ async def request_cancel(
 class CancelListener:
     """Tells `on_cancel` the ids of jobs to cancel, this worker's or not, perhaps more than once.
 
-    After every subscription the keys of `active()` are looked up, for requests made while nobody listened.
+    After every subscription the keys of `active()` are looked up, for requests made while this worker was not
+    subscribed.
     """
 
     def __init__(

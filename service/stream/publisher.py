@@ -37,9 +37,9 @@ class Outcome(StrEnum):
 class Opened:
     outcome: Outcome
     epoch: int
-    """Of this attempt when OPENED, else of the one that holds the stream."""
+    """This attempt's when OPENED, else that of the attempt that holds the stream."""
     cancelled: bool
-    """Somebody has asked for the job's cancellation."""
+    """Cancellation of the job was requested."""
     resumed: tuple[ResumedChoice, ...] = ()
     """One per choice when OPENED: what of earlier attempts stands, to be continued."""
     stream: AttemptWriter | None = None

@@ -62,8 +62,8 @@ async def read_stream(
 ) -> AsyncGenerator[Item, None]:
     """Every event once and in order, from the first one whenever one joins; a Verdict ends it.
 
-    `assembler` is kept up to date, for the texts. A job nobody knows (yet) is waited for. Raises TimeoutError
-    after `idle_timeout_s` without an event. Leave early with `contextlib.aclosing`.
+    `assembler` is kept up to date, for the texts. A job that Redis does not know (yet) is waited for. Raises
+    TimeoutError after `idle_timeout_s` without an event. Leave early with `contextlib.aclosing`.
 
     Events are taken from the log of the client's own database; the live channel, which all databases of a server
     share, only says that there is something new, or carries the next event of an attempt that the log has shown.

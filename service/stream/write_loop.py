@@ -85,7 +85,7 @@ class WriteLoop:
         return await request.reply
 
     def post(self, command: bytes) -> None:
-        """Send a command whose reply nobody needs; dropped when `run` has returned."""
+        """Send a command and ignore its reply; dropped when `run` has returned."""
         if not self._stopped:
             reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             reply.add_done_callback(_forget)

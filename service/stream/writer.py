@@ -140,7 +140,7 @@ class AttemptWriter:
         return await self._when_acknowledged()
 
     async def decide(self, record: bytes) -> bool:
-        """Settle what the job's terminal record is, before anybody else can see it.
+        """Settle what the job's terminal record is, before it becomes visible.
 
         When it returns, all deltas are in the log and the record stands beside it: an attempt that takes the job over
         sends these bytes and no others. May be called again as long as Kafka never accepted the record.

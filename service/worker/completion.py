@@ -25,7 +25,7 @@ class Completion:
         self._edges = edges
 
     async def end(self, run: JobRun, status: Status, error: JobError | None = None) -> bool:
-        """Write the terminal record of a job whose stream we hold. False: a newer attempt holds it."""
+        """Write the terminal record of a job whose stream this worker writes. False: a newer attempt does."""
         if error is not None:
             run.error = ErrorInfo.of(error)
         result = result_of(
@@ -124,13 +124,13 @@ class Completion:
         self.settle(run)
 
     def settle(self, run: JobRun) -> None:
-        """The record needs nothing more from anybody."""
+        """The record needs nothing more."""
         self._edges.table.remove(run)
         if not run.abandoned:
             self._edges.complete(run.delivery)
 
     async def _open_and_end(self, run: JobRun, job_id: str, status: Status, error: JobError) -> bool:
-        """File a refusal under `job_id`. False: that id belongs to another record, or its keys to somebody else."""
+        """File a refusal under `job_id`. False: that id belongs to another record, or its keys to another program."""
         try:
             opened = await self._edges.publisher.open(
                 job_id, origin=run.origin, digest=digest_of(run.delivery), num_choices=1, stream=True

@@ -61,7 +61,8 @@ class JobFlow:
         self._queue.wake_next()
 
     def on_cancel(self, job_id: str) -> None:
-        """Somebody asked for it. Jobs that other workers have, or nobody yet, find the request when opened."""
+        """Cancellation was requested. Jobs that other workers have, or that are not fetched yet, find the request
+        when they are opened."""
         run = self._edges.table.job(job_id)
         if run is None:
             self._edges.table.note_cancel(job_id)
@@ -81,7 +82,7 @@ class JobFlow:
             log.info("jobs_handed_over", num_jobs=len(runs), num_partitions=len(partitions))
 
     def on_fenced(self, job_id: str, epoch: int) -> None:
-        """A newer attempt has the stream. The record stays incomplete: whoever owns the partition settles it."""
+        """A newer attempt has the stream. The record stays incomplete: the owner of the partition settles it."""
         self._edges.metrics.fenced.inc()
         run = self._edges.table.job(job_id)
         if run is None or run.epoch != epoch:
@@ -94,7 +95,7 @@ class JobFlow:
         loop.call_later(self._superseded_retry_s, self._retry, run)
 
     def abandon(self, run: JobRun) -> None:
-        """Stop working on a job and tell nobody; its tokens so far stay in the log for the next attempt."""
+        """Stop working on a job without a word; its tokens so far stay in the log for the next attempt."""
         run.abandoned = True
         self._stop_requests(run)
         if run.stream is not None:

@@ -102,9 +102,9 @@ class JobRun:
     first_token_s: float | None = None
     last_token_s: float | None = None
     cancelled: bool = False
-    """Somebody asked for it; honoured at the next step from wherever the job is."""
+    """Cancellation was requested; it is honoured at the next step, in whatever state the job is."""
     abandoned: bool = False
-    """Not ours any more: say nothing about it to anybody."""
+    """Another worker has the job, or will have it: nothing is written for it any more."""
     error: ErrorInfo | None = None
 
     @classmethod
@@ -122,7 +122,7 @@ class JobRun:
 
     @property
     def epoch(self) -> int:
-        """Of the stream; 0 before it is ours."""
+        """The stream's epoch; 0 before this worker writes it."""
         return 0 if self.stream is None else self.stream.epoch
 
     @property
@@ -142,11 +142,11 @@ class JobRun:
     @property
     def origin(self) -> str:
         """The record as `topic/partition/offset@timestamp`; a topic created anew repeats the first three."""
-        topic, partition, offset = self.place
+        topic, partition, offset = self.record
         return f"{topic}/{partition}/{offset}@{self.delivery.timestamp_ms}"
 
     @property
-    def place(self) -> tuple[str, int, int]:
+    def record(self) -> tuple[str, int, int]:
         return self.delivery.topic, self.delivery.partition, self.delivery.offset
 
     @property

@@ -9,38 +9,39 @@ from service.wire import Job
 from service.worker.job_run import ChoiceRun, JobRun
 
 MEAN_WEIGHT = 0.1
-"""Of the newest job in the mean of prompt tokens."""
+"""Weight of the newest job in the mean of prompt tokens."""
 
 PEAK_DECAY = 1 / 32
-"""Of the way back to fewer choices with each job that has fewer: one job of 16 is forgotten after some hundred of 1."""
+"""How fast the expected number of choices falls with each job that has fewer: a job of 16 is forgotten after about a
+hundred of 1."""
 
 
 class JobTable:
     """Bounded by intake credit: one entry per delivery that is not complete."""
 
     def __init__(self) -> None:
-        self._by_place: dict[tuple[str, int, int], JobRun] = {}
+        self._by_record: dict[tuple[str, int, int], JobRun] = {}
         self._by_job_id: dict[str, JobRun] = {}
         self._by_request: dict[str, tuple[JobRun, ChoiceRun]] = {}
         self._empty = asyncio.Event()
         self._empty.set()
         self.num_in_intake = 0
-        """Of them, those that the scheduler does not know yet."""
+        """Jobs that the scheduler does not know yet."""
         self._num_undecoded = 0
         self._num_decoded_choices = 0
-        """Of the jobs in intake that are decoded."""
+        """Choices of the jobs in intake that are decoded."""
         self._peak_choices = 1.0
         self.mean_prompt_tokens = 1
         """Running mean over the jobs tokenized so far: what a job not yet seen is expected to cost."""
         self._unmatched_cancels: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self._by_place)
+        return len(self._by_record)
 
     @property
     def num_choices_expected(self) -> int:
-        """Of a job not yet decoded: the most that one had lately. Too few costs a stand in line, too many costs
-        another poll; neither lets a place stay empty."""
+        """How many choices a job not yet decoded will have: the most that one had lately. Too few costs a wait in the
+        admission queue, too many costs another poll; neither leaves a slot empty."""
         return round(self._peak_choices)
 
     @property
@@ -49,10 +50,10 @@ class JobTable:
         return self._num_decoded_choices + self._num_undecoded * self.num_choices_expected
 
     def __iter__(self) -> Iterator[JobRun]:
-        return iter(list(self._by_place.values()))
+        return iter(list(self._by_record.values()))
 
     def add(self, run: JobRun) -> None:
-        self._by_place[run.place] = run
+        self._by_record[run.record] = run
         self._empty.clear()
 
     def name(self, run: JobRun, job_id: str, opened: Opened) -> None:
@@ -97,7 +98,7 @@ class JobTable:
             self._unmatched_cancels.clear()
 
     def add_requests(self, run: JobRun) -> None:
-        """Of the choices that are still to be generated."""
+        """Requests for the choices that are still to be generated."""
         for choice in run.choices:
             if choice.finish is None:
                 self._by_request[choice.request_id] = (run, choice)
@@ -112,14 +113,14 @@ class JobTable:
         return self._by_job_id.get(job_id)
 
     def remove(self, run: JobRun) -> None:
-        """Forget the job; its requests' last words from the engine will find nobody."""
-        if self._by_place.get(run.place) is run:
-            del self._by_place[run.place]
+        """Forget the job; later updates of its requests are ignored."""
+        if self._by_record.get(run.record) is run:
+            del self._by_record[run.record]
         if self._by_job_id.get(run.job_id) is run:
             del self._by_job_id[run.job_id]
         for choice in run.choices:
             self._by_request.pop(choice.request_id, None)
-        if not self._by_place:
+        if not self._by_record:
             self._empty.set()
 
     def of_partitions(self, partitions: Iterable[TopicPartition]) -> list[JobRun]:
@@ -127,7 +128,7 @@ class JobTable:
         return [run for run in self if (run.delivery.topic, run.delivery.partition) in lost]
 
     def open_job_ids(self) -> list[str]:
-        """Of the jobs whose streams are ours."""
+        """Ids of the jobs whose streams this worker writes."""
         return [run.job_id for run in self if run.stream is not None]
 
     async def when_empty(self) -> None:

@@ -67,7 +67,7 @@ class Output:
         elif update.finish is not None:
             choice.finish, choice.error = update.finish, update.error
             text += choice.close()
-        # Of whichever choice ran: they share the prompt, and a stop string ends one before its last update.
+        # The largest of any choice: they share the prompt, and a stop string ends one before its last update.
         run.num_cached_tokens = max(run.num_cached_tokens, update.num_cached_tokens)
         if (text or update.new_token_ids) and run.stream is not None:
             run.stream.delta(choice.index, text, tuple(choice.token_ids[num_before:]), logprobs)
@@ -79,7 +79,7 @@ class Output:
                 self._on_finished(run)
 
     def _stop_siblings(self, run: JobRun) -> None:
-        """The job has failed: what else it would generate is nobody's."""
+        """The job has failed: its other choices are not needed any more."""
         for choice in run.choices:
             if choice.finish is None:
                 self._engine.finish(choice.request_id, FinishReason.CANCELLED)

@@ -24,7 +24,7 @@ from service.worker.readiness import Readiness
 log = structlog.get_logger(__name__)
 
 HANDBACK_S = 5.0
-"""Of the drain's grace, what is kept for the last commit and for leaving the group."""
+"""Part of the drain's grace that is kept for the last commit and for leaving the group."""
 
 
 class Worker:
