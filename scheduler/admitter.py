@@ -5,9 +5,9 @@ from typing import NamedTuple
 from scheduler.admission import NO_NEED, AdmissionView, BlockNeed, block_need, is_hopeless, reserve_blocks
 from scheduler.config import HopelessPolicy
 from scheduler.goodput import ChunkBudget
-from scheduler.policy import NUM_CLASSES, POLICY_RULES
+from scheduler.policy import POLICY_RULES
 from scheduler.request import Request, RequestStatus
-from scheduler.spec import FinishReason
+from scheduler.spec import NUM_CLASSES, FinishReason
 from scheduler.state import State
 from scheduler.stats import BlockedBy, BlockedHead
 from scheduler.step_time import StepCosts

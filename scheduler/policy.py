@@ -3,16 +3,9 @@
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from scheduler.config import Policy
-from scheduler.spec import ServiceClass
-
-if TYPE_CHECKING:
-    from scheduler.request import Request
-
-CLASS_RANK = {ServiceClass.INTERACTIVE: 0, ServiceClass.STANDARD: 1, ServiceClass.BATCH: 2}
-NUM_CLASSES = len(CLASS_RANK)
+from scheduler.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,33 +24,17 @@ POLICY_RULES = {
 }
 
 
-def due_time_s(arrival_s: float, ttft_s: float | None, rank: int, ageing_s: float) -> float:
-    """Place in the queue, as a time: class, slack to the TTFT target and ageing in one number.
-
-    Slack is due time minus now, and now is the same for all, so the order never has to be computed again.
-    Within `ageing_s` classes are strict; a request that waited that much longer than one of the next
-    higher class comes before it, so none starves.
-    """
-    patience_s = ageing_s if ttft_s is None else min(ttft_s, ageing_s)
-    return arrival_s + patience_s + rank * ageing_s
-
-
-def relegated_due_s(due_s: float, ageing_s: float) -> float:
-    """Behind every class that is due at the same time."""
-    return due_s + NUM_CLASSES * ageing_s
-
-
-def choose_victim(running: Sequence["Request"]) -> "Request":
+def choose_victim(running: Sequence[Request]) -> Request:
     """The least urgent running request: lowest class, then latest."""
     return max(running, key=lambda request: request.urgency)
 
 
 def choose_victims(
-    candidate: "Request",
-    running: Sequence["Request"],
+    candidate: Request,
+    running: Sequence[Request],
     max_preemptions: int,
-    is_enough: Callable[[Sequence["Request"]], bool],
-) -> list["Request"]:
+    is_enough: Callable[[Sequence[Request]], bool],
+) -> list[Request]:
     """Fewest of the least urgent lower-class requests whose leaving lets `candidate` in; empty: impossible.
 
     `is_enough` must be monotone: what some victims make possible, more victims do not undo.

@@ -5,8 +5,7 @@ from enum import IntEnum
 
 from scheduler.blocks import chain_hash, tenant_salt
 from scheduler.config import SchedulerConfig
-from scheduler.policy import CLASS_RANK, due_time_s
-from scheduler.spec import FinishReason, RequestSpec
+from scheduler.spec import CLASS_RANK, FinishReason, RequestSpec, due_time_s
 
 
 class RequestStatus(IntEnum):

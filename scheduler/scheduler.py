@@ -3,11 +3,11 @@
 from collections import deque
 
 from scheduler import goodput
+from scheduler.admission import find_rejection, reject_duplicate, reject_full
 from scheduler.admitter import Admitter
 from scheduler.blocks import BlockPool
 from scheduler.config import SchedulerConfig
 from scheduler.goodput import ChunkBudget
-from scheduler.intake import find_rejection, reject_duplicate, reject_full
 from scheduler.plan import RowResult, ScheduledRow, StepPlan, StepResult
 from scheduler.policy import choose_victim
 from scheduler.request import Request, RequestStatus

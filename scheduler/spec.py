@@ -13,6 +13,10 @@ class ServiceClass(StrEnum):
     BATCH = "batch"
 
 
+CLASS_RANK = {ServiceClass.INTERACTIVE: 0, ServiceClass.STANDARD: 1, ServiceClass.BATCH: 2}
+NUM_CLASSES = len(CLASS_RANK)
+
+
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
@@ -54,6 +58,22 @@ class RequestSpec:
         if len(generated) > num_least and generated[-1] in self.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(generated) >= self.max_tokens else None
+
+
+def due_time_s(arrival_s: float, ttft_s: float | None, rank: int, ageing_s: float) -> float:
+    """Place in the queue, as a time: class, slack to the TTFT target and ageing in one number.
+
+    Slack is due time minus now, and now is the same for all, so the order never has to be computed again.
+    Within `ageing_s` classes are strict; a request that waited that much longer than one of the next
+    higher class comes before it, so none starves.
+    """
+    patience_s = ageing_s if ttft_s is None else min(ttft_s, ageing_s)
+    return arrival_s + patience_s + rank * ageing_s
+
+
+def relegated_due_s(due_s: float, ageing_s: float) -> float:
+    """Behind every class that is due at the same time."""
+    return due_s + NUM_CLASSES * ageing_s
 
 
 @dataclass(frozen=True, slots=True)

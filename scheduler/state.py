@@ -1,20 +1,82 @@
 """Everything the scheduler remembers, and the only code that changes it: admit, preempt, publish, end."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
 from typing import Final
 
 from scheduler.admission import BlockNeed
 from scheduler.blocks import BlockPool
 from scheduler.config import SchedulerConfig
 from scheduler.forks import Forks
-from scheduler.policy import relegated_due_s
+from scheduler.plan import TokenLogprobs
 from scheduler.request import Request, RequestStatus
-from scheduler.seats import Seats
-from scheduler.spec import FinishReason
-from scheduler.updates import UpdateBox
+from scheduler.spec import FinishReason, RequestUpdate, relegated_due_s
 from scheduler.waiting import Deadlines, WaitingQueue
 
 _LENDER_FAILED: Final = "the prompt that this choice shares with another one could not be computed"
+
+
+class Seats:
+    """Hands out the lowest free seat and remembers which were given back since the last plan."""
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count))
+        heapify(self._free)
+        self._released: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        return heappop(self._free)
+
+    def give_back(self, seat: int) -> None:
+        heappush(self._free, seat)
+        self._released.append(seat)
+
+    def take_released(self) -> tuple[int, ...]:
+        """Each once, though a seat may have been taken and given back again in between."""
+        released = tuple(dict.fromkeys(self._released))
+        self._released.clear()
+        return released
+
+
+class UpdateBox:
+    """Collects at most one update per request; keyed by order number, because an id may come again."""
+
+    def __init__(self) -> None:
+        self._updates: dict[int, RequestUpdate] = {}
+
+    def token(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        pending = self._updates.get(request.order)
+        token_logprobs = () if logprobs is None else (logprobs,)
+        if pending is None:
+            self._updates[request.order] = RequestUpdate(
+                request.spec.request_id,
+                (token_id,),
+                token_logprobs,
+                num_cached_tokens=request.num_cached_tokens or 0,
+            )
+            return
+        self._updates[request.order] = replace(
+            pending,
+            new_token_ids=(*pending.new_token_ids, token_id),
+            logprobs=pending.logprobs + token_logprobs,
+        )
+
+    def end(self, request: Request, reason: FinishReason, error: str | None) -> None:
+        pending = self._updates.get(request.order) or RequestUpdate(request.spec.request_id)
+        assert pending.finish is None, f"{request.spec.request_id} ended twice"
+        self._updates[request.order] = replace(
+            pending, finish=reason, error=error, num_cached_tokens=request.num_cached_tokens or 0
+        )
+
+    def take(self) -> list[RequestUpdate]:
+        updates = list(self._updates.values())
+        self._updates.clear()
+        return updates
 
 
 class State:

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from scheduler.config import Policy
-from scheduler.policy import due_time_s
 from scheduler.request import Request, RequestStatus
-from scheduler.spec import FinishReason, ServiceClass
+from scheduler.spec import FinishReason, ServiceClass, due_time_s
 from scheduler.waiting import Deadlines, WaitingQueue
 from tests.scheduler.driving import Driver, make_config, make_spec
 
