@@ -85,8 +85,8 @@ class DeterministicRunner:
 
     def begin(self, plan: StepPlan) -> FinishedStep:
         started_s = time.perf_counter()
-        self._grammar_slots.release(plan.released_seats)
-        self._last_tokens.release(plan.released_seats)
+        self._grammar_slots.release(plan.released_slots)
+        self._last_tokens.release(plan.released_slots)
         for source, destination in plan.block_copies:
             self._copy_block(source, destination)
         errors = self._last_tokens.resolve(plan.rows).errors

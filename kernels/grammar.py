@@ -192,15 +192,15 @@ class GrammarSlots:
         return TokenMask(np.frombuffer(words, dtype=np.int32), self._grammars.vocab_size)
 
     def _advance(self, row: ScheduledRow, text: str, grammars: Grammars) -> "_Slot":
-        slot = self._slots.get(row.seat)
+        slot = self._slots.get(row.slot)
         if row.history is not None:
-            slot = self._slots[row.seat] = _Slot(row.request_id, grammars.matcher(text), grammars)
+            slot = self._slots[row.slot] = _Slot(row.request_id, grammars.matcher(text), grammars)
             slot.consume(row.history[1])
         assert slot is not None, (
             f"request {row.request_id}: a grammar without history in its first sampling row"
         )
         assert slot.request_id == row.request_id, (
-            f"slot {row.seat} is {slot.request_id}'s, not {row.request_id}'s"
+            f"slot {row.slot} is {slot.request_id}'s, not {row.request_id}'s"
         )
         if slot.num_consumed == row.num_generated_tokens - 1:
             slot.consume(row.token_ids[-1:])

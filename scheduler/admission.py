@@ -1,4 +1,4 @@
-"""What an admission takes from the pool and what stands in its way: decisions without effects."""
+"""Admission decisions without effects: which requests can never run, what an admission needs, what blocks it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from scheduler.step_time import StepCosts
 
 
 def find_rejection(spec: RequestSpec, config: SchedulerConfig) -> Rejection | None:
-    """The first limit that the request breaks by itself, whatever else is running."""
+    """Return the first limit that the request exceeds by itself, whatever else is running; None: it can run."""
     num_prompt = len(spec.prompt_token_ids)
     if num_prompt == 0:
         return _reject("prompt", 0, 1, "prompt has 0 tokens: at least 1 is needed")
@@ -48,19 +48,20 @@ def _reject(field: str, value: int | str, limit: int, message: str) -> Rejection
 
 @dataclass(frozen=True, slots=True)
 class BlockNeed:
-    """What one request takes from the pool when it is admitted now."""
+    """Blocks that a request takes from the pool if it is admitted now."""
 
     shared: tuple[int, ...]
-    """Full blocks of its cached prefix, or of its lender."""
+    """Full blocks of its cached prefix or of its lender."""
     num_computed_tokens: int
-    """Tokens whose K/V is in the shared and the copied blocks."""
+    """Tokens whose K/V is in the shared blocks and the copied one."""
     num_new: int
+    """Blocks to allocate."""
     num_taken: int
-    """Available blocks that it uses up: new ones, and cached ones that nobody else holds."""
+    """Available blocks that it uses up: new ones, and cached ones that no other request holds."""
     lender: Request | None = None
-    """Running, with the same prompt computed."""
+    """Running request of the same fork group that has computed the prompt."""
     copied: int | None = None
-    """The lender's block whose beginning is to be copied into the first of the new ones."""
+    """The lender's block to copy onto the first new one, because the prompt ends inside it."""
 
 
 NO_NEED = BlockNeed((), 0, 0, 0)
@@ -69,8 +70,10 @@ NO_NEED = BlockNeed((), 0, 0, 0)
 def block_need(
     request: Request, pool: BlockPool, config: SchedulerConfig, lender: Request | None = None
 ) -> BlockNeed:
-    """All known tokens get blocks at once; the last token is never taken from the cache or a lender, since
-    something has to be computed for a token to be sampled."""
+    """Return the blocks for all known tokens of the request, taken from the cache or from `lender`, whichever has more.
+
+    The last known token is always computed, since sampling needs its logits.
+    """
     block_size = pool.block_size
     num_total = num_blocks_for(request.num_tokens, block_size)
     num_lent = 0 if lender is None else min(len(request.spec.prompt_token_ids), request.num_tokens - 1)
@@ -97,20 +100,20 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 def growth_blocks(request: Request, block_size: int) -> int:
-    """New blocks that the request can still come to need after the ones for its known tokens."""
+    """Return how many blocks the request can still need beyond those for its known tokens."""
     last = len(request.spec.prompt_token_ids) + request.spec.max_tokens
     return num_blocks_for(last, block_size) - num_blocks_for(request.num_tokens, block_size)
 
 
 def reserve_blocks(request: Request, running: Sequence[Request], config: SchedulerConfig) -> int:
-    """Blocks that must stay available after `request` is admitted beside `running`."""
+    """Return how many blocks must stay available when `request` is admitted beside `running`."""
     growth = 0
     if request.num_preemptions:
         growth = sum(growth_blocks(other, config.block_size) for other in (request, *running))
     return headroom_blocks(config.headroom_blocks, len(running), request.num_preemptions, growth)
 
 
-def is_hopeless(
+def is_infeasible(
     request: Request,
     num_missing_tokens: int,
     costs: StepCosts | None,
@@ -118,9 +121,9 @@ def is_hopeless(
     now_s: float,
     config: SchedulerConfig,
 ) -> bool:
-    """Whether even at once admitted its first token is predicted after its deadline.
+    """Return whether its first token is predicted to miss the deadline even if it is admitted now.
 
-    num_missing_tokens: known tokens that it has to compute itself.
+    num_missing_tokens: known tokens that the request has to compute itself.
     """
     deadline_s = request.spec.deadline_s
     if costs is None or deadline_s is None:
@@ -134,7 +137,7 @@ def is_hopeless(
 
 
 class AdmissionView:
-    """The live state that one step's admissions are decided on; `victims` are imagined gone."""
+    """Live state for the admission decisions of one step; `victims` are treated as already preempted."""
 
     def __init__(
         self, config: SchedulerConfig, pool: BlockPool, running: Sequence[Request], costs: StepCosts | None
@@ -144,15 +147,15 @@ class AdmissionView:
         self._running = running
         self._costs = costs
         self._gate: DecodeGate | None = None
-        """Made when it is first asked for: most steps find no free seat."""
+        """Created on first use: most steps find no free slot."""
         self._lowest_rank = self._find_lowest_rank()
 
     def blocked_by(
-        self, request: Request, need: BlockNeed, num_free_seats: int, victims: Sequence[Request] = ()
+        self, request: Request, need: BlockNeed, num_free_slots: int, victims: Sequence[Request] = ()
     ) -> BlockedBy | None:
-        """The first gate that is closed to `request`."""
-        if num_free_seats + len(victims) < 1:
-            return BlockedBy.SEATS
+        """Return the first gate that is closed to `request`; None: it can be admitted."""
+        if num_free_slots + len(victims) < 1:
+            return BlockedBy.SLOTS
         running, available = self._running, self._pool.num_available
         if victims:
             gone = set(victims)
@@ -163,21 +166,21 @@ class AdmissionView:
         gate = self._gate_over(running) if victims else self._own_gate()
         return None if gate.admits(request) else BlockedBy.TPOT
 
-    def victims_for(self, request: Request, need: BlockNeed, num_free_seats: int) -> list[Request]:
-        """Running requests of a lower class that have to give way; empty: that would not help."""
+    def victims_for(self, request: Request, need: BlockNeed, num_free_slots: int) -> list[Request]:
+        """Return running requests of a lower class to preempt for `request`; empty: no preemption would admit it."""
         return choose_victims(
             request,
             self._running,
             self._config.max_priority_preemptions,
-            lambda victims: self.blocked_by(request, need, num_free_seats, victims) is None,
+            lambda victims: self.blocked_by(request, need, num_free_slots, victims) is None,
         )
 
     def outranks_any(self, request: Request) -> bool:
-        """Whether somebody runs who may have to give way to `request`."""
+        """Return whether a running request could be preempted for `request`."""
         return request.rank < self._lowest_rank
 
     def entered(self, request: Request, *, has_preempted: bool) -> None:
-        """`request` is running now; with has_preempted others have left for it."""
+        """Account for `request`, which is running now; has_preempted: other requests were preempted for it."""
         if has_preempted:
             self._gate = None
             self._lowest_rank = self._find_lowest_rank()

@@ -1,9 +1,9 @@
-"""One step's admissions: in order, past blocked requests a bounded number of times, over lower classes."""
+"""The admissions of one step: in queue order, past a bounded number of blocked requests, with preemption by class."""
 
 from typing import NamedTuple
 
-from scheduler.admission import NO_NEED, AdmissionView, BlockNeed, block_need, is_hopeless, reserve_blocks
-from scheduler.config import HopelessPolicy
+from scheduler.admission import NO_NEED, AdmissionView, BlockNeed, block_need, is_infeasible, reserve_blocks
+from scheduler.config import InfeasiblePolicy
 from scheduler.goodput import ChunkBudget
 from scheduler.policy import POLICY_RULES
 from scheduler.request import Request, RequestStatus
@@ -14,7 +14,7 @@ from scheduler.step_time import StepCosts
 from scheduler.steps import Grant
 
 
-class _Block(NamedTuple):
+class _Blocked(NamedTuple):
     request: Request
     reason: BlockedBy
     needed_blocks: int
@@ -22,22 +22,25 @@ class _Block(NamedTuple):
 
 
 class Admitter:
-    """Moves requests from waiting to running, and knows what keeps the head of the queue out."""
+    """Moves requests from waiting to running, and records why the first of the others is blocked."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._config = state.config
         self._rules = POLICY_RULES[state.config.policy]
-        self._blocked: _Block | None = None
+        self._blocked: _Blocked | None = None
         self._joining: set[Request] = set()
-        """Static policy: waiting members of the running group, a seat kept for each. A sibling in the group
-        computes their prompt; they start when it has."""
+        """Static policy: waiting requests that belong to the running group, with a slot reserved for each. They start
+        when the running sibling has computed their prompt."""
         self._now_s = 0.0
 
     def run(
         self, chunks: ChunkBudget, costs: StepCosts | None, now_s: float, *, has_preempted: bool
     ) -> list[Grant]:
-        """Admit what the gates let in and give each its first chunk."""
+        """Admit the requests that pass every gate and grant each its first prefill chunk.
+
+        has_preempted: this step has preempted or held back a request already, so nothing is admitted.
+        """
         self._now_s = now_s
         self._blocked = None
         waiting = self._state.waiting
@@ -54,7 +57,7 @@ class Admitter:
         return grants
 
     def blocked_head(self, now_s: float) -> BlockedHead | None:
-        """The first request that the last step left waiting."""
+        """Return the first request that the last step could not admit; None: there is none, or it has ended since."""
         block = self._blocked
         if block is None or block.request.status > RequestStatus.PREEMPTED:
             return None
@@ -87,7 +90,7 @@ class Admitter:
         passed: list[Request] = []
         barred_rank = NUM_CLASSES
         for request in candidates:
-            if self._drop_hopeless(request, costs) or request.rank >= barred_rank:
+            if self._drop_infeasible(request, costs) or request.rank >= barred_rank:
                 continue
             reason, need, victims = self._judge(request, view)
             if reason is BlockedBy.FORK:
@@ -104,9 +107,7 @@ class Admitter:
             if size == 0 and not self._rules.admit_beyond_budget:
                 self._note(request, BlockedBy.TOKENS)
                 break
-            if state.hold_back(
-                victims
-            ):  # they go when their step is back; until then nobody takes what they free
+            if state.hold_back(victims):  # preempted once their step returns; until then nothing is admitted
                 self._note(request, reason or BlockedBy.PREEMPTION, need)
                 break
             for victim in victims:
@@ -127,45 +128,46 @@ class Admitter:
     def _judge(
         self, request: Request, view: AdmissionView
     ) -> tuple[BlockedBy | None, BlockNeed, list[Request]]:
-        """(gate that is closed, blocks wanted, who has to give way to open it)."""
+        """Return the closed gate if any, the blocks needed, and the requests to preempt to open the gate."""
         forks = self._state.forks
         lender = forks.lender(request)
         if lender is None and forks.must_wait(request):
             return BlockedBy.FORK, NO_NEED, []
-        num_kept_seats = len(self._joining) - (request in self._joining)
-        num_free_seats = self._state.seats.num_free - num_kept_seats
-        if num_free_seats == 0 and not view.outranks_any(request):
-            return BlockedBy.SEATS, NO_NEED, []
+        num_kept_slots = len(self._joining) - (request in self._joining)
+        num_free_slots = self._state.slots.num_free - num_kept_slots
+        if num_free_slots == 0 and not view.outranks_any(request):
+            return BlockedBy.SLOTS, NO_NEED, []
         need = block_need(request, self._state.pool, self._config, lender)
-        reason = view.blocked_by(request, need, num_free_seats)
-        return reason, need, [] if reason is None else view.victims_for(request, need, num_free_seats)
+        reason = view.blocked_by(request, need, num_free_slots)
+        return reason, need, [] if reason is None else view.victims_for(request, need, num_free_slots)
 
     def _await_sibling(self, request: Request) -> None:
-        """It takes part in the step through its sibling, so nobody overtakes it and it is in nobody's way."""
+        """Let a request wait for its sibling to compute the prompt; it neither blocks others nor counts as bypassed."""
         self._note(request, BlockedBy.FORK)
-        if not self._rules.refill and len(self._joining) < self._state.seats.num_free:
+        if not self._rules.refill and len(self._joining) < self._state.slots.num_free:
             self._joining.add(request)
 
-    def _drop_hopeless(self, request: Request, costs: StepCosts | None) -> bool:
-        """End or put back a request that would miss its deadline even if it started now."""
+    def _drop_infeasible(self, request: Request, costs: StepCosts | None) -> bool:
+        """End or relegate a request that would miss its deadline even if it started now; return whether it was."""
         num_missing = request.num_tokens
         if self._state.forks.is_started(request):
             num_missing -= min(len(request.spec.prompt_token_ids), request.num_tokens - 1)
-        if request.relegated or not is_hopeless(
+        if request.relegated or not is_infeasible(
             request, num_missing, costs, self._state.running, self._now_s, self._config
         ):
             return False
-        if self._config.hopeless_policy is HopelessPolicy.EXPIRE:
+        if self._config.infeasible_policy is InfeasiblePolicy.EXPIRE:
             self._state.end(request, FinishReason.EXPIRED)
         else:
             self._state.relegate(request)
         return True
 
     def _note(self, request: Request, reason: BlockedBy, need: BlockNeed | None = None) -> None:
+        """Record that a request is blocked; the first one of the step is reported."""
         if request.blocked_since_s is None:
             request.blocked_since_s = self._now_s
         if self._blocked is None:
             needed = 0
             if need is not None and reason is BlockedBy.BLOCKS:
                 needed = need.num_taken + reserve_blocks(request, self._state.running, self._config)
-            self._blocked = _Block(request, reason, needed, self._state.pool.num_available)
+            self._blocked = _Blocked(request, reason, needed, self._state.pool.num_available)

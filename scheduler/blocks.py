@@ -1,4 +1,4 @@
-"""Accounting of the KV pool: who holds which block, and what may be reused or evicted."""
+"""Accounting of the KV pool: which blocks are held, which can be reused and which can be evicted."""
 
 import hashlib
 from array import array
@@ -7,19 +7,19 @@ from collections.abc import Iterable, Sequence
 
 
 def tenant_salt(tenant: str) -> bytes:
-    """Start of a tenant's hash chains: equal prompts of two tenants never meet in the cache."""
+    """Return the start of the tenant's hash chains, so that tenants never share cached blocks."""
     return hashlib.blake2b(tenant.encode(), digest_size=32, person=b"tailrace-tenant").digest()
 
 
 def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Name of a full block: stands for its tokens and everything before them."""
+    """Return the hash of a full block, which identifies its tokens and all tokens before them."""
     return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=32).digest()
 
 
 class BlockPool:
     """A fixed set of blocks, each free, cached or held.
 
-    free: no content worth keeping. cached: held by nobody, but its content can be found by hash.
+    free: without content to keep. cached: unreferenced, but its content can be found by hash.
     held: referenced by one request, or by several that share a prefix. free + cached + held = total.
     """
 
@@ -48,11 +48,11 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can hand out, evicting cached ones."""
+        """Blocks that `allocate` can return, evicting cached ones."""
         return len(self._free) + len(self._cached)
 
     def match(self, hashes: Iterable[bytes]) -> tuple[int, ...]:
-        """Blocks of the longest known prefix. They are safe only once held."""
+        """Return the blocks of the longest cached prefix. They may be evicted until `hold` is called."""
         blocks: list[int] = []
         for block_hash in hashes:
             block = self._by_hash.get(block_hash)
@@ -62,11 +62,11 @@ class BlockPool:
         return tuple(blocks)
 
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` stop being available when they are held."""
+        """Return how many of `blocks` are available now and would no longer be once held."""
         return sum(self._num_refs[block] == 0 for block in blocks)
 
     def num_freed_by(self, tables: Iterable[Sequence[int]], wanted: Sequence[int] = ()) -> int:
-        """How many blocks become available when all of `tables` are released to whoever holds `wanted` then."""
+        """Return how many blocks become available if all of `tables` are released and `wanted` is held afterwards."""
         drops: dict[int, int] = {}
         for table in tables:
             for block in table:
@@ -84,7 +84,7 @@ class BlockPool:
             self._num_refs[block] += 1
 
     def allocate(self, num_blocks: int) -> tuple[int, ...]:
-        """Blocks for new content; the caller has checked `num_available`."""
+        """Return blocks for new content, held once. The caller has checked `num_available`."""
         assert num_blocks <= self.num_available, f"{num_blocks} blocks wanted, {self.num_available} available"
         blocks = tuple(self._free.pop() if self._free else self._evict() for _ in range(num_blocks))
         for block in blocks:
@@ -93,7 +93,7 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give one reference to each block back. The end of a prefix becomes evictable before its start."""
+        """Drop one reference to each block. The end of a prefix becomes evictable before its start."""
         for block in reversed(blocks):
             assert self._num_refs[block] > 0, f"block {block} released more often than held"
             self._num_refs[block] -= 1
@@ -105,23 +105,23 @@ class BlockPool:
                     self._cached[block] = None
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """Make a held, full and computed block findable. The first block of a hash stands for it."""
-        assert self._num_refs[block] > 0, f"block {block} published while nobody holds it"
+        """Make a held, full and computed block findable. The first block published under a hash keeps it."""
+        assert self._num_refs[block] > 0, f"block {block} published while it is not held"
         if self._hash_of[block] is None and block_hash not in self._by_hash:
             self._hash_of[block] = block_hash
             self._by_hash[block_hash] = block
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Make held blocks unfindable, because their content is not to be trusted."""
+        """Make held blocks unfindable, because their content may be wrong."""
         for block in blocks:
-            assert self._num_refs[block] > 0, f"block {block} forgotten while nobody holds it"
+            assert self._num_refs[block] > 0, f"block {block} forgotten while it is not held"
             block_hash = self._hash_of[block]
             if block_hash is not None:
                 del self._by_hash[block_hash]
                 self._hash_of[block] = None
 
     def check(self) -> None:
-        """Raise AssertionError unless every block is in exactly one state and the books agree. O(blocks)."""
+        """Raise AssertionError unless every block is in exactly one state and all counts agree. Takes O(num_blocks)."""
         held = {block for block, count in enumerate(self._num_refs) if count > 0}
         states = [*self._free, *self._cached, *held]
         assert self.num_free + self.num_cached + self.num_held == self.num_blocks, "conservation of blocks"

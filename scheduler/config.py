@@ -1,4 +1,4 @@
-"""The scheduler's knobs, checked once when they are made."""
+"""Limits and policy of the scheduler, checked once at construction."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,12 +8,14 @@ from scheduler.spec import ServiceClass
 
 
 class Policy(StrEnum):
+    """How a batch is formed: refilled after every step, or run as a fixed group until all of it has finished."""
+
     CONTINUOUS = "continuous"
     STATIC = "static"
 
 
-class HopelessPolicy(StrEnum):
-    """What becomes of a waiting request whose first token is predicted after its deadline."""
+class InfeasiblePolicy(StrEnum):
+    """What happens to a waiting request whose first token is predicted to miss its deadline."""
 
     EXPIRE = "expire"
     RELEGATE = "relegate"
@@ -21,7 +23,7 @@ class HopelessPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ClassTargets:
-    """Latency targets of a service class; None: no target."""
+    """Latency targets of a service class in seconds; None: no target."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -36,41 +38,45 @@ DEFAULT_TARGETS: Mapping[ServiceClass, ClassTargets] = {
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits and policy of one scheduler. Raises ValueError naming field, value and limit."""
+    """Limits and policy of one scheduler.
+
+    The constructor raises ValueError, naming field, value and limit, if a value is out of range.
+    """
 
     num_blocks: int
     block_size: int
     max_num_seqs: int
-    """Seats: requests that may run at once."""
+    """Number of slots: requests that may run at once."""
     max_model_len: int
     max_num_batched_tokens: int = 512
     """Token budget of a step."""
     num_lookahead_steps: int = 0
-    """Steps that may be planned while one is out. 1: the device never waits for a plan, but the end of a request by
-    a stop id is seen a step late, and an arrival waits a step longer."""
+    """Steps that may be planned while one is in flight, 0 or 1. With 1 the device never waits for a plan, but a request
+    that ends by a stop id is noticed one step late, and an arrival waits one step longer."""
     policy: Policy = Policy.CONTINUOUS
     watermark_blocks: int | None = None
-    """Blocks an admission leaves for the growth of running requests; None: 1 % of the pool, at least 1."""
+    """Blocks that an admission leaves free for the growth of running requests; None: 1 % of the pool, at least 1."""
     enable_prefix_caching: bool = True
     max_waiting: int = 1024
+    """Waiting requests at which `Scheduler.add` refuses more; preempted ones count."""
     max_bypasses: int = 16
-    """How many requests may be admitted past one that is blocked; 0 is strict order."""
+    """Requests that may be admitted past a blocked one; 0 keeps strict order."""
     max_blocked_scan: int = 8
-    """How many blocked requests one step looks past."""
+    """Blocked requests that one step skips before it stops looking for others to admit."""
     targets: Mapping[ServiceClass, ClassTargets] = field(default_factory=lambda: DEFAULT_TARGETS)
     ageing_s: float = 30.0
-    """Head start of one service class over the next; a request that waited longer overtakes."""
+    """Head start of a service class over the next lower one; a lower request that has waited longer goes first."""
     enable_goodput: bool = True
-    """Cap decodes, chunks and admission by the step-time model."""
+    """Limit decodes, prefill chunks and admissions by the step-time model."""
     min_prefill_tokens: int = 16
-    """Prefill that every step may do however tight the targets are, so that no prompt stands still."""
+    """Prefill tokens that every step may compute however tight the targets are, so that every prompt progresses."""
     max_skipped_steps: int = 3
-    """Steps in a row that a running request without a tight target may sit out."""
-    hopeless_policy: HopelessPolicy = HopelessPolicy.EXPIRE
+    """Consecutive steps that a running request may skip while its own TPOT target still holds."""
+    infeasible_policy: InfeasiblePolicy = InfeasiblePolicy.EXPIRE
     max_priority_preemptions: int = 3
-    """How often one request gives way to a higher class; 0 switches preemption by priority off."""
+    """How often one request may be preempted for a higher class; 0 disables preemption by priority."""
     credit_horizon_s: float = 2.0
-    """Prefill work to hold ready, in seconds of the measured prefill rate."""
+    """Prefill work to keep waiting, in seconds at the measured prefill rate."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -102,13 +108,14 @@ class SchedulerConfig:
 
     @property
     def headroom_blocks(self) -> int:
-        """The watermark in effect."""
+        """The watermark in effect, in blocks."""
         if self.watermark_blocks is None:
             return max(1, self.num_blocks // 100)
         return self.watermark_blocks
 
     @property
     def pool_tokens(self) -> int:
+        """Tokens whose K/V the pool can hold."""
         return self.num_blocks * self.block_size
 
     def targets_of(self, service_class: ServiceClass) -> ClassTargets:

@@ -1,11 +1,11 @@
-"""Requests with one prompt: who lends its computed blocks to whom, and the copies that sharing them takes."""
+"""Fork groups: requests with the same prompt, which share its computed blocks, and the block copies that this takes."""
 
 from scheduler.blocks import BlockPool
 from scheduler.request import Request, RequestStatus
 
 
 class _Group:
-    """Live requests with the same prompt, in order of arrival; any of them can lend it to the others."""
+    """Live requests with the same prompt, in order of arrival. A running one can lend its blocks to the others."""
 
     def __init__(self, first: Request) -> None:
         self.first_spec = first.spec
@@ -13,15 +13,15 @@ class _Group:
         self.members: list[Request] = []
         self.num_running = 0
         self.distrusted: set[Request] = set()
-        """Running members that shared, or may have shared, blocks with one whose row failed."""
+        """Running members that may have shared blocks with a member whose row failed."""
 
 
 class Forks:
-    """The groups, by the name that their requests give, and the block copies of the step being planned.
+    """All fork groups by name, and the block copies of the step being planned.
 
-    A copy's source stays held until its step has returned, and a block is lent only when no copy onto it is
-    pending. So no source is also a destination within a plan, the order of its copies does not matter, and a step
-    that has to run again finds its sources as they were, even if the next one has begun.
+    The source of a copy stays held until its step has returned, and a block is lent only when this plan copies nothing
+    onto it. So no source is also a destination within a plan, the order of its copies does not matter, and a step that
+    runs again finds its sources unchanged, even if the next step has begun.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -30,12 +30,12 @@ class Forks:
         self._copies: dict[int, int] = {}
         """Source by destination."""
         self._unsettled: dict[Request, list[Request]] = {}
-        """By running fork: whose rows in the step that is out compute some of what it took over."""
+        """Per running fork, the requests whose rows in the step in flight compute K/V that it took over."""
         self.num_unstarted_tokens = 0
-        """Prompt tokens of the groups of which nobody runs, each counted once."""
+        """Prompt tokens of the groups without a running member, each counted once."""
 
     def join(self, request: Request) -> None:
-        """A request has come; it waits."""
+        """Add a new waiting request to its group; its prompt, tenant and class must be those of the group."""
         spec = request.spec
         if spec.fork_group is None:
             return
@@ -44,16 +44,15 @@ class Forks:
             group = self._groups[spec.fork_group] = _Group(request)
             self.num_unstarted_tokens += group.num_prompt_tokens
         first, prompt = group.first_spec, spec.prompt_token_ids
-        is_same = (
-            prompt is first.prompt_token_ids or prompt == first.prompt_token_ids
-        )  # a long one is looked at once
+        # The choices of a job share one tuple, so a long prompt is rarely compared token by token.
+        is_same = prompt is first.prompt_token_ids or prompt == first.prompt_token_ids
         assert is_same, f"{spec.request_id} forks another prompt"
         assert spec.tenant == first.tenant, f"{spec.request_id} forks another tenant's prompt"
-        assert spec.service_class is first.service_class, f"{spec.request_id} forks out of its class"
+        assert spec.service_class is first.service_class, f"{spec.request_id} forks a prompt of another class"
         group.members.append(request)
 
     def leave(self, request: Request) -> None:
-        """A request has ended; it runs no more."""
+        """Remove a request that has ended and does not run."""
         group = self._group_of(request)
         if group is None:
             return
@@ -63,6 +62,7 @@ class Forks:
             del self._groups[request.spec.fork_group or ""]
 
     def started(self, request: Request) -> None:
+        """Account for a request that was admitted."""
         group = self._group_of(request)
         if group is None:
             return
@@ -71,6 +71,7 @@ class Forks:
             self.num_unstarted_tokens -= group.num_prompt_tokens
 
     def stopped(self, request: Request) -> None:
+        """Account for a request that was preempted or has ended while running."""
         group = self._group_of(request)
         if group is None:
             return
@@ -81,10 +82,10 @@ class Forks:
             self.num_unstarted_tokens += group.num_prompt_tokens
 
     def borrowed(self, fork: Request, lender: Request, num_tokens: int) -> None:
-        """A fork that is being admitted takes over the K/V of that many tokens.
+        """Record that a fork takes over the K/V of `num_tokens` tokens at its admission.
 
-        What is not settled is computed by the one step that can be out while another is planned, in rows of the
-        lender or of those that the lender took over from in this very plan.
+        Tokens that are not settled are computed by the step in flight, in rows of the lender or of the requests from
+        which the lender itself took them over. If such a row fails, the fork fails too.
         """
         computing = [
             other
@@ -95,13 +96,13 @@ class Forks:
             self._unsettled[fork] = computing
 
     def settled(self) -> None:
-        """The step that was out is back, and all of its rows have been looked at."""
+        """Forget those dependencies: the step in flight has returned and all of its rows are processed."""
         self._unsettled.clear()
 
     def distrust(self, request: Request) -> list[Request]:
-        """A row of it failed, maybe because of the prompt's K/V: those that have it lend it to nobody more.
+        """Stop all running members of the group from lending: a row failed, perhaps because of the prompt's K/V.
 
-        Returns the running forks that took over, at first or second hand, what that row should have computed.
+        Returns the running forks that took over, directly or through another fork, what that row should have computed.
         """
         group = self._groups.get(request.spec.fork_group or "")
         if group is None:
@@ -110,12 +111,12 @@ class Forks:
         return [fork for fork, computing in self._unsettled.items() if request in computing]
 
     def is_trusted(self, request: Request) -> bool:
-        """No sibling's row has failed since it runs."""
+        """Return whether no row of its group has failed since the request was admitted."""
         group = self._group_of(request)
         return group is None or request not in group.distrusted
 
     def lender(self, request: Request) -> Request | None:
-        """A running sibling whose prompt's K/V is in the pool before a step that is planned now."""
+        """Return a running sibling whose prompt is in the pool before the step planned now; None: there is none."""
         group = self._group_of(request)
         if group is None:
             return None
@@ -123,28 +124,28 @@ class Forks:
         return next(ready, None)
 
     def is_started(self, request: Request) -> bool:
-        """Whether a running sibling has computed, or is computing, the prompt for `request` too."""
+        """Return whether a running sibling has computed, or is computing, the prompt."""
         group = self._group_of(request)
         return group is not None and bool(self._running(group))
 
     def must_wait(self, request: Request) -> bool:
-        """Whether a sibling runs, or comes first in the queue, that computes the prompt for `request` too."""
+        """Return whether a sibling that runs or is ahead in the waiting queue computes the prompt for `request`."""
         group = self._group_of(request)
         if group is None:
             return False
-        place = (request.due_s, request.order)
+        position = (request.due_s, request.order)
         return bool(self._running(group)) or any(
-            member.status <= RequestStatus.PREEMPTED and (member.due_s, member.order) < place
+            member.status <= RequestStatus.PREEMPTED and (member.due_s, member.order) < position
             for member in group.members
         )
 
     def copy(self, source: int, destination: int) -> None:
-        """Have a held block copied onto a newly allocated one before the step that is being planned."""
+        """Plan a copy of a held block onto a newly allocated one, before the step being planned."""
         self._pool.hold((source,))
         self._copies[destination] = source
 
     def cancel_copies(self, destinations: tuple[int, ...]) -> None:
-        """Whoever the copies were for gives these blocks back."""
+        """Drop planned copies onto these blocks, which are being released."""
         if not self._copies:
             return
         for block in destinations:
@@ -153,13 +154,13 @@ class Forks:
                 self._pool.release((source,))
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
-        """(source, destination) for the plan that is handed out now."""
+        """Return and clear the planned copies as (source, destination)."""
         copies = tuple((source, destination) for destination, source in self._copies.items())
         self._copies.clear()
         return copies
 
     def copied(self, copies: tuple[tuple[int, int], ...]) -> None:
-        """The step that had these copies has returned."""
+        """Release the sources of these copies, whose step has returned."""
         self._pool.release([source for source, _ in copies])
 
     def _group_of(self, request: Request) -> _Group | None:

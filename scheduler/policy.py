@@ -1,4 +1,4 @@
-"""Who goes first, who has to go, and how a policy fills seats: pure functions and data."""
+"""Choice of preemption victims, block reserve and rules of each batching policy: pure functions and data."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -10,12 +10,12 @@ from scheduler.request import Request
 
 @dataclass(frozen=True, slots=True)
 class PolicyRules:
-    """What tells one batching policy from another."""
+    """The differences between the batching policies."""
 
     refill: bool
-    """A seat that becomes free is filled while others still run."""
+    """Free slots are filled while other requests still run."""
     admit_beyond_budget: bool
-    """Seats are filled even if the step's token budget is spent (a group is formed at once)."""
+    """Slots are filled even when the step's token budget is spent, so that a group forms at once."""
 
 
 POLICY_RULES = {
@@ -25,7 +25,7 @@ POLICY_RULES = {
 
 
 def choose_victim(running: Sequence[Request]) -> Request:
-    """The least urgent running request: lowest class, then latest."""
+    """Return the least urgent running request: lowest class, then latest due time."""
     return max(running, key=lambda request: request.urgency)
 
 
@@ -35,9 +35,9 @@ def choose_victims(
     max_preemptions: int,
     is_enough: Callable[[Sequence[Request]], bool],
 ) -> list[Request]:
-    """Fewest of the least urgent lower-class requests whose leaving lets `candidate` in; empty: impossible.
+    """Return the fewest, least urgent requests of lower classes whose preemption admits `candidate`; empty: none do.
 
-    `is_enough` must be monotone: what some victims make possible, more victims do not undo.
+    `is_enough` must be monotone: if some victims are enough, more of them are enough too.
     """
     lower = [
         request
@@ -52,12 +52,12 @@ def choose_victims(
 
 
 def headroom_blocks(watermark: int, num_running: int, num_preemptions: int, growth_blocks: int) -> int:
-    """Blocks to leave free when a request is admitted that was preempted `num_preemptions` times.
+    """Return the blocks to leave free when a request that was preempted `num_preemptions` times is admitted.
 
-    The first time the pool is overcommitted, which is what fills it. A request that was thrown out comes
-    back when half of `growth_blocks` fits (what it and the running ones may still grow by), and one thrown
-    out twice when all of it does: then nobody has to go again, so a request cannot be recomputed for ever.
-    Nothing running: no reserve at all, or a request as large as the pool would never start.
+    A first admission overcommits the pool, which is what fills it. After one preemption, half of `growth_blocks` (the
+    growth that is left to the request and the running ones) must fit; after two, all of it must. Then no further
+    preemption is needed, so a request is not recomputed for ever. With nothing running there is no reserve, since
+    otherwise a request as large as the pool would never start.
     """
     if num_running == 0:
         return 0

@@ -1,4 +1,4 @@
-"""The scheduler's own state of one generation."""
+"""The scheduler's state of one generation."""
 
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -9,7 +9,7 @@ from scheduler.spec import CLASS_RANK, FinishReason, RequestSpec, due_time_s
 
 
 class RequestStatus(IntEnum):
-    """Ordered: up to PREEMPTED a request waits in the queue and holds nothing."""
+    """Ordered: up to PREEMPTED a request is in the waiting queue and holds neither blocks nor a slot."""
 
     WAITING = 0
     PREEMPTED = 1
@@ -23,29 +23,29 @@ class Request:
 
     spec: RequestSpec
     order: int
-    """Number of arrival; breaks ties and identifies the request for good (ids may come again)."""
+    """Arrival number: breaks ties and identifies the request, since request ids may be used again."""
     due_s: float
-    """Place in the queue: smaller is served first."""
+    """Position in the waiting queue: smaller goes first."""
     rank: int
-    """Of the service class: 0 is the highest."""
+    """Rank of the service class; 0 is the highest."""
     tpot_s: float | None
     generated: list[int]
     num_tokens: int
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
-    """Advanced when a step is scheduled, not when it returns."""
+    """Advanced when a step is planned, not when it returns."""
     num_settled_tokens: int = 0
-    """Of the computed ones, those whose step has returned: their K/V is in the pool for good."""
+    """Computed tokens whose step has returned: their K/V is in the pool."""
     num_pending_tokens: int = 0
-    """Output tokens that steps in flight are sampling; not part of num_tokens before they are known."""
+    """Output tokens that steps in flight are sampling; num_tokens counts them once they are known."""
     num_in_flight: int = 0
-    """Steps handed out and not yet returned that include this request."""
-    seat: int = -1
+    """Steps in flight that include this request."""
+    slot: int = -1
     block_table: tuple[int, ...] = ()
     block_hashes: list[bytes] = field(default_factory=list)
     num_published_blocks: int = 0
     num_cached_tokens: int | None = None
-    """Prompt tokens found in the cache at the first admission."""
+    """Prompt tokens found in the prefix cache at the first admission; None: not admitted yet."""
     num_preemptions: int = 0
     num_priority_preemptions: int = 0
     num_bypassed: int = 0
@@ -55,12 +55,13 @@ class Request:
     relegated: bool = False
     history_due: bool = False
     is_broken: bool = False
-    """A row of it failed: nobody finds or borrows what it computed."""
+    """A row of it failed, so no other request may use the K/V that it computed."""
     ended_well: bool = False
-    """With STOP or LENGTH: a row that is planned behind its last token does not matter."""
+    """Ended with STOP or LENGTH, so a row planned after its last token does not matter."""
 
     @classmethod
     def of(cls, spec: RequestSpec, order: int, config: SchedulerConfig) -> "Request":
+        """Create the state of a new request; `order` is its arrival number."""
         targets = config.targets_of(spec.service_class)
         ttft_s = targets.ttft_s if spec.ttft_s is None else spec.ttft_s
         rank = CLASS_RANK[spec.service_class]
@@ -76,12 +77,12 @@ class Request:
 
     @property
     def num_missing_tokens(self) -> int:
-        """A pending token counts: it can be computed in the step after the one that samples it."""
+        """Tokens to compute, pending ones included: the next step can compute a token that the current one samples."""
         return self.num_tokens + self.num_pending_tokens - self.num_computed_tokens
 
     @property
     def can_decode(self) -> bool:
-        """One token is missing, and another one may follow it: a pending one may be the last that is wanted."""
+        """Whether exactly one token is missing and another may follow it (a pending token may be the last one)."""
         pending = self.num_pending_tokens
         return self.num_tokens + pending - self.num_computed_tokens == 1 and (
             not pending or len(self.generated) + pending < self.spec.max_tokens
@@ -89,11 +90,11 @@ class Request:
 
     @property
     def urgency(self) -> tuple[int, float, int]:
-        """Small is urgent; the largest is preempted first."""
+        """Sort key: the smallest is the most urgent, the largest is preempted first."""
         return (self.rank, self.due_s, self.order)
 
     def token_slice(self, start: int, stop: int) -> tuple[int, ...]:
-        """Known tokens at positions start to stop."""
+        """Return the known tokens at positions [start, stop)."""
         prompt = self.spec.prompt_token_ids
         if stop <= len(prompt):
             return prompt[start:stop]
@@ -101,7 +102,7 @@ class Request:
         return prompt[start:] + tuple(self.generated[first : stop - len(prompt)])
 
     def hash_blocks(self, num_blocks: int, block_size: int) -> list[bytes]:
-        """Chained hashes of the first full blocks; each is computed once."""
+        """Return the chained hashes of the first `num_blocks` full blocks; each is computed once."""
         hashes = self.block_hashes
         while len(hashes) < num_blocks:
             parent = hashes[-1] if hashes else tenant_salt(self.spec.tenant)
@@ -110,5 +111,5 @@ class Request:
         return hashes[:num_blocks]
 
     def finish_reason(self) -> FinishReason | None:
-        """What the known output tokens mean for the request; None: it goes on."""
+        """Return why the known output tokens end the request; None: it continues."""
         return self.spec.finish_reason(self.generated)

@@ -1,4 +1,4 @@
-"""The brain: divides each step's tokens, blocks and seats among requests. No clock, no threads, no I/O."""
+"""Divides the tokens of each step, the blocks and the slots among requests. No clock, no threads, no I/O."""
 
 from collections import deque
 
@@ -21,9 +21,10 @@ from scheduler.steps import Grant, Step, build_step
 class Scheduler:
     """Turns requests into step plans and step results into updates.
 
-    Call order: `schedule`, run the plan, `update` with its result, `schedule` again. With num_lookahead_steps, one
-    more `schedule` may come before `update`, whose results come in the order of the plans. `add` and `finish` are
-    legal at any time in between. A request that ends while steps of it run keeps blocks and seat until they return.
+    Call `schedule`, run the plan, call `update` with its result, and repeat. With num_lookahead_steps = 1, one more
+    `schedule` may precede `update`; results come in the order of the plans. `add` and `finish` may be called at any
+    time. A request that ends while steps of it are in flight keeps its blocks and slot until they return. All times
+    are seconds on the caller's monotonic clock. Methods raise AssertionError if they are called out of order.
     """
 
     def __init__(self, config: SchedulerConfig, step_time: StepTimeModel | None = None) -> None:
@@ -37,20 +38,20 @@ class Scheduler:
         self._num_steps = 0
         self._now_s = 0.0
         self._returned_s = 0.0
-        """When the last result came."""
+        """When the last result arrived."""
 
     @property
     def has_work(self) -> bool:
-        """Something waits or runs: `schedule` will plan it, now or after the results that are out, or end it."""
+        """Whether a request waits or runs."""
         return bool(self._state.requests)
 
     @property
     def pool(self) -> BlockPool:
-        """For reading."""
+        """The block pool, read-only."""
         return self._state.pool
 
     def add(self, spec: RequestSpec, now_s: float) -> Rejection | None:
-        """Take a request, or say which limit it breaks. One that is already complete or late ends at once."""
+        """Accept a request, or return the limit that it exceeds. One that is already complete or late ends at once."""
         self._now_s = now_s
         state, config = self._state, self.config
         rejection = find_rejection(spec, config)
@@ -71,9 +72,11 @@ class Scheduler:
         return None
 
     def schedule(self, now_s: float) -> StepPlan | None:
-        """Plan the next step; None: there is nothing to run, or nothing that can be planned before a result."""
-        num_out, limit = len(self._in_flight), self.config.num_lookahead_steps
-        assert num_out <= limit, f"schedule() before update(): {num_out} plans are out, {limit} may be"
+        """Plan the next step; None: nothing can run, at least not before the next result."""
+        num_in_flight, limit = len(self._in_flight), self.config.num_lookahead_steps
+        assert num_in_flight <= limit, (
+            f"schedule() before update(): {num_in_flight} plans are in flight, the limit is {limit}"
+        )
         self._now_s = now_s
         state = self._state
         state.held_back.clear()
@@ -91,11 +94,11 @@ class Scheduler:
         return self._hand_out(grants, costs)
 
     def update(self, result: StepResult, now_s: float) -> None:
-        """Take a step's result in: append tokens, end requests, free what ended ones held."""
-        assert self._in_flight, f"update() with step {result.step_id}, but no plan is out"
+        """Apply the result of the oldest step in flight: append tokens, end requests, release what they held."""
+        assert self._in_flight, f"update() with step {result.step_id}, but no plan is in flight"
         step = self._in_flight[0]
         planned = step.plan
-        assert result.step_id == planned.step_id, f"step {result.step_id} came back, not {planned.step_id}"
+        assert result.step_id == planned.step_id, f"step {result.step_id} returned, not {planned.step_id}"
         ids = [row.request_id for row in planned.rows]
         assert [row.request_id for row in result.rows] == ids, "rows of the result are not those of the plan"
         self._in_flight.popleft()
@@ -113,7 +116,7 @@ class Scheduler:
         self._state.forks.settled()
 
     def finish(self, request_id: str, reason: FinishReason, now_s: float, error: str | None = None) -> bool:
-        """End a request in whatever state it is; False: it is not known (any more)."""
+        """End a waiting or running request; False: there is no such request (any more)."""
         self._now_s = now_s
         request = self._state.requests.get(request_id)
         if request is None:
@@ -122,18 +125,18 @@ class Scheduler:
         return True
 
     def take_updates(self) -> list[RequestUpdate]:
-        """What happened since the last call, one entry per request."""
+        """Return what happened since the last call, one update per request."""
         return self._state.updates.take()
 
     def credit(self) -> Credit:
-        """What may still be fetched: what seats, pool and the measured prefill rate can serve soon."""
+        """Return how much more may be fetched: what slots, pool and measured prefill rate can serve soon."""
         config, state, costs = self.config, self._state, self.step_time.costs
         num_steps = 4.0
         if costs is not None:
             load = StepLoad(config.max_num_batched_tokens, len(state.running), 0)
             num_steps = max(1.0, config.credit_horizon_s / max(costs.predict(load), 1e-6))
         num_waiting = len(state.waiting)
-        ahead = state.seats.num_free + config.max_num_seqs - num_waiting
+        ahead = state.slots.num_free + config.max_num_seqs - num_waiting
         return compute_credit(
             free_requests=min(config.max_waiting - num_waiting, ahead),
             ready_tokens=int(num_steps * config.max_num_batched_tokens),
@@ -144,6 +147,7 @@ class Scheduler:
         )
 
     def stats(self) -> SchedulerStats:
+        """Return a snapshot for metrics and readiness."""
         state = self._state
         return SchedulerStats(
             num_running=len(state.running),
@@ -168,7 +172,7 @@ class Scheduler:
         )
 
     def _pick_decodes(self, costs: StepCosts | None) -> tuple[list[Request], float | None]:
-        """Requests that decode in this step, and the step time that the tightest of their targets allows."""
+        """Return the requests that decode in this step and the step time that their tightest target allows."""
         running = self._state.running
         decodes = [request for request in running if request.can_decode]
         limit_s = None if costs is None else goodput.tightest_tpot_s(costs, decodes)
@@ -187,17 +191,17 @@ class Scheduler:
         return chosen, limit_s
 
     def _next_start_s(self) -> float:
-        """When the step that is planned now is expected to begin: behind the one that is out."""
+        """Return when the step planned now is expected to begin: at the predicted end of the step in flight."""
         if not self._in_flight:
             return self._now_s
         step = self._in_flight[-1]
-        begun_s = max(step.planned_s, self._returned_s)
-        return max(self._now_s, begun_s + (step.plan.predicted_s or 0.0))
+        start_s = max(step.planned_s, self._returned_s)
+        return max(self._now_s, start_s + (step.plan.predicted_s or 0.0))
 
     def _grow(self, decodes: list[Request]) -> None:
-        """Give each decoding request room for its token; out of blocks, the least urgent one gives way.
+        """Allocate room for the next token of each decoding request; preempt the least urgent one if no block is free.
 
-        If a step of that one is out, both sit out: its blocks are not free before the step is back.
+        If a step of that one is in flight, both skip this step: its blocks are not free before the step returns.
         """
         state, block_size = self._state, self.config.block_size
         for request in decodes:
@@ -235,11 +239,11 @@ class Scheduler:
         return grants
 
     def _hand_out(self, grants: list[Grant], costs: StepCosts | None) -> StepPlan | None:
-        """Plan what is granted, less the victims of admission and group members without tokens yet."""
+        """Build the plan from the grants, without requests preempted by admission or granted no tokens yet."""
         rows = [grant for grant in grants if grant.num_tokens and self._state.takes_part(grant.request)]
         if not rows:
             return None
-        released = self._state.seats.take_released()
+        released = self._state.slots.take_released()
         copies = self._state.forks.take_copies()
         block_size = self.config.block_size
         step = build_step(self._num_steps, rows, block_size, released, copies, costs, self._now_s)
@@ -248,15 +252,16 @@ class Scheduler:
         return step.plan
 
     def _take_late_row(self, request: Request, planned: ScheduledRow, row: RowResult) -> None:
-        """Of a request that has ended since the row was planned."""
-        # The row before a pending one was good. Behind a good end there is nothing more to be computed well.
+        """Process a row whose request has ended since the row was planned."""
+        # A pending row of a request that ended well follows its last token, so its failure means nothing.
         matters = not (request.ended_well and planned.is_pending)
         if row.error is not None and matters:
-            self._state.discredit(request)
+            self._state.invalidate(request)
         if request.num_in_flight == 0:
             self._state.leave(request)
 
     def _take_row(self, request: Request, planned: ScheduledRow, row: RowResult) -> None:
+        """Process a row of a live request: append its token, end the request if it is complete."""
         state, samples = self._state, planned.sampling is not None
         if row.error is not None or (samples and row.token_id is None):
             state.fail(request, row.error or "the step returned no token for this row")

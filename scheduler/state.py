@@ -1,4 +1,4 @@
-"""Everything the scheduler remembers, and the only code that changes it: admit, preempt, publish, end."""
+"""The scheduler's state and the only code that changes it: admit, preempt, publish, end."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,8 +17,11 @@ from scheduler.waiting import Deadlines, WaitingQueue
 _LENDER_FAILED: Final = "the prompt that this choice shares with another one could not be computed"
 
 
-class Seats:
-    """Hands out the lowest free seat and remembers which were given back since the last plan."""
+class Slots:
+    """The slots of the batch: small stable numbers under which the runner keeps its state of each request.
+
+    The lowest free slot is taken first. Slots released since the last plan are remembered for the next one.
+    """
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count))
@@ -32,27 +35,28 @@ class Seats:
     def take(self) -> int:
         return heappop(self._free)
 
-    def give_back(self, seat: int) -> None:
-        heappush(self._free, seat)
-        self._released.append(seat)
+    def release(self, slot: int) -> None:
+        heappush(self._free, slot)
+        self._released.append(slot)
 
     def take_released(self) -> tuple[int, ...]:
-        """Each once, though a seat may have been taken and given back again in between."""
+        """Return each slot released since the previous call once, even if it was taken and released again."""
         released = tuple(dict.fromkeys(self._released))
         self._released.clear()
         return released
 
 
 class UpdateBox:
-    """Collects at most one update per request; keyed by order number, because an id may come again."""
+    """Collects one update per request until the caller takes them; keyed by order, because request ids may recur."""
 
     def __init__(self) -> None:
         self._updates: dict[int, RequestUpdate] = {}
 
     def token(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        pending = self._updates.get(request.order)
+        """Add a new token to the update of `request`."""
+        untaken = self._updates.get(request.order)
         token_logprobs = () if logprobs is None else (logprobs,)
-        if pending is None:
+        if untaken is None:
             self._updates[request.order] = RequestUpdate(
                 request.spec.request_id,
                 (token_id,),
@@ -61,38 +65,41 @@ class UpdateBox:
             )
             return
         self._updates[request.order] = replace(
-            pending,
-            new_token_ids=(*pending.new_token_ids, token_id),
-            logprobs=pending.logprobs + token_logprobs,
+            untaken,
+            new_token_ids=(*untaken.new_token_ids, token_id),
+            logprobs=untaken.logprobs + token_logprobs,
         )
 
     def end(self, request: Request, reason: FinishReason, error: str | None) -> None:
-        pending = self._updates.get(request.order) or RequestUpdate(request.spec.request_id)
-        assert pending.finish is None, f"{request.spec.request_id} ended twice"
+        """Add the end of `request` to its update."""
+        untaken = self._updates.get(request.order) or RequestUpdate(request.spec.request_id)
+        assert untaken.finish is None, f"{request.spec.request_id} ended twice"
         self._updates[request.order] = replace(
-            pending, finish=reason, error=error, num_cached_tokens=request.num_cached_tokens or 0
+            untaken, finish=reason, error=error, num_cached_tokens=request.num_cached_tokens or 0
         )
 
     def take(self) -> list[RequestUpdate]:
+        """Return and clear the updates, in the order of the first event of each."""
         updates = list(self._updates.values())
         self._updates.clear()
         return updates
 
 
 class State:
-    """Live requests are in `waiting` or `running`; an ended one that its step still uses is only counted."""
+    """All requests, blocks and slots. A live request is in `waiting` or `running`; one that has ended with a step in
+    flight is only counted, in num_leaving."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.block_size)
         self.forks = Forks(self.pool)
-        self.seats = Seats(config.max_num_seqs)
+        self.slots = Slots(config.max_num_seqs)
         self.requests: dict[str, Request] = {}
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         """In order of admission."""
         self.held_back: set[Request] = set()
-        """Running ones that take no part in the step being planned."""
+        """Running requests that skip the step being planned."""
         self.deadlines = Deadlines()
         self.updates = UpdateBox()
         self.num_leaving = 0
@@ -104,15 +111,17 @@ class State:
 
     @property
     def prefill_backlog_tokens(self) -> int:
+        """Tokens that running requests have to compute before they decode."""
         missing = (request.num_missing_tokens for request in self.running)
         return sum(count for count in missing if count > 1)
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens that the queue has to compute: a prompt that several requests share counts once."""
+        """Known tokens of waiting requests; a prompt that several requests share counts once."""
         return self.waiting.num_tokens + self.forks.num_unstarted_tokens
 
     def enqueue(self, request: Request) -> None:
+        """Add a new request to the waiting queue."""
         self.forks.join(request)
         self.requests[request.spec.request_id] = request
         self.waiting.push(request)
@@ -120,7 +129,7 @@ class State:
             self.deadlines.push(request.spec.deadline_s, request, len(self.requests))
 
     def admit(self, request: Request, need: BlockNeed) -> None:
-        """Give a waiting request its blocks and a seat."""
+        """Start a waiting request: give it its blocks and a slot."""
         self.waiting.remove(request)
         self.pool.hold(need.shared)
         own = self.pool.allocate(need.num_new)
@@ -133,7 +142,7 @@ class State:
             self._fork(request, need.lender)
         if need.copied is not None:
             self.forks.copy(need.copied, own[0])
-        request.seat = self.seats.take()
+        request.slot = self.slots.take()
         request.status = RequestStatus.RUNNING
         request.history_due = request.spec.sampling.needs_history
         request.num_bypassed = request.num_skipped_steps = 0
@@ -143,8 +152,13 @@ class State:
         self.num_admissions += 1
 
     def preempt(self, victim: Request) -> None:
-        """Take everything from a running request; it keeps its tokens and its place in the order."""
-        assert victim.num_in_flight == 0, f"{victim.spec.request_id} is preempted while its step runs"
+        """Return a running request without steps in flight to the waiting queue.
+
+        It loses its blocks and slot and keeps its tokens and due time.
+        """
+        assert victim.num_in_flight == 0, (
+            f"{victim.spec.request_id} is preempted while a step of it is in flight"
+        )
         self.running.remove(victim)
         self.vacate(victim)
         self.forks.stopped(victim)
@@ -154,25 +168,28 @@ class State:
         self.waiting.push(victim)
 
     def takes_part(self, request: Request) -> bool:
-        """Whether a request that was granted tokens still is to compute them in the step being planned."""
+        """Return whether a request runs and was not held back from the step being planned."""
         return request.status is RequestStatus.RUNNING and request not in self.held_back
 
     def hold_back(self, victims: Sequence[Request]) -> bool:
-        """Whether a step of them is out. Then they cannot be preempted yet, but sit out until it is back."""
+        """Hold `victims` back from this step if a step of any of them is in flight; return whether that is so.
+
+        Their blocks are still being written, so they cannot be preempted before that step returns.
+        """
         if not any(victim.num_in_flight for victim in victims):
             return False
         self.held_back.update(victims)
         return True
 
     def relegate(self, request: Request) -> None:
-        """Put a waiting request behind all that can still be on time; happens once."""
+        """Move a waiting request behind all that can still meet their deadline; done at most once per request."""
         self.waiting.remove(request)
         request.relegated = True
         request.due_s = relegated_due_s(request.due_s, self.config.ageing_s)
         self.waiting.push(request)
 
     def publish(self, request: Request) -> None:
-        """Make the blocks that its last returned step filled findable by others, if they are to be trusted."""
+        """Make the blocks that its returned steps filled findable in the prefix cache, if their content is valid."""
         num_full = request.num_settled_tokens // self.config.block_size
         if num_full == request.num_published_blocks or not self.config.enable_prefix_caching:
             return
@@ -184,7 +201,7 @@ class State:
         request.num_published_blocks = num_full
 
     def end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """Report the end; blocks and seat go back now, or when the step that uses them returns."""
+        """End a live request and report it. Its blocks and slot are released once no step of it is in flight."""
         del self.requests[request.spec.request_id]
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
@@ -201,14 +218,14 @@ class State:
         self.updates.end(request, reason, error)
 
     def fail(self, request: Request, error: str) -> None:
-        """End a running request whose row failed."""
-        self.discredit(request)
+        """End a running request whose row failed, and its forks that depend on that row."""
+        self.invalidate(request)
         self.end(request, FinishReason.ERROR, error)
 
-    def discredit(self, request: Request) -> None:
-        """A row of it failed, and what it computed may be as broken: nobody finds it or borrows it any more.
+    def invalidate(self, request: Request) -> None:
+        """Make the K/V of a request whose row failed unavailable to other requests, since all of it may be wrong.
 
-        What the row itself should have computed may be missing, so whoever has taken it over ends as well.
+        K/V that the failed row should have written may be missing, so the forks that took it over fail as well.
         """
         if request.is_broken:
             return
@@ -218,16 +235,17 @@ class State:
             self.fail(fork, _LENDER_FAILED)
 
     def leave(self, request: Request) -> None:
-        """The last step of a request that had already ended is back."""
+        """Release what an ended request still held, when its last step in flight has returned."""
         self.num_leaving -= 1
         self.vacate(request)
 
     def vacate(self, request: Request) -> None:
+        """Release the blocks and the slot of a request."""
         self.forks.cancel_copies(request.block_table)
         self.pool.release(request.block_table)
-        self.seats.give_back(request.seat)
+        self.slots.release(request.slot)
         request.block_table = ()
-        request.seat = -1
+        request.slot = -1
         request.num_computed_tokens = request.num_settled_tokens = request.num_published_blocks = 0
 
     def _count_hits(self, request: Request) -> None:
@@ -239,9 +257,9 @@ class State:
         self.num_hit_tokens += request.num_cached_tokens
 
     def _fork(self, request: Request, lender: Request) -> None:
-        """What a request takes over from the sibling whose prompt it shares, blocks aside."""
+        """Take over from `lender` everything but the blocks: cache count, published blocks and their hashes."""
         self.num_forks += 1
-        # For the job, the prompt was as far cached as it was for whoever computed it.
+        # The job's prompt was computed once, so the choices report the cache hits of the request that computed it.
         if request.num_cached_tokens is None:
             request.num_cached_tokens = lender.num_cached_tokens
         self.forks.borrowed(request, lender, request.num_computed_tokens)

@@ -1,4 +1,4 @@
-"""What the scheduler tells about itself: values for metrics, readiness and the watchdog."""
+"""Statistics that the scheduler reports for metrics, readiness and the watchdog, and the credit for new fetches."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,20 +7,22 @@ from scheduler.step_time import StepCosts
 
 
 class BlockedBy(StrEnum):
-    SEATS = "seats"
-    """All seats are taken by requests that do not have to give way."""
+    """Why a waiting request was not admitted."""
+
+    SLOTS = "slots"
+    """All slots are taken by requests that it may not preempt."""
     BLOCKS = "blocks"
-    """Its known tokens do not fit above the watermark."""
+    """The blocks for its known tokens do not fit above the watermark."""
     TPOT = "tpot"
     """One more decoding request would break the tightest TPOT target."""
     GROUP = "group"
-    """Static policy: the running group has not ended."""
+    """Static policy: the running group has not finished."""
     PREEMPTION = "preemption"
-    """Something was preempted in this step, so nobody was let in."""
+    """A request was preempted in this step, so none is admitted."""
     TOKENS = "tokens"
-    """The step's token budget, or the prefill its targets allow, is spent."""
+    """The step's token budget is spent, or the prefill that its targets allow."""
     FORK = "fork"
-    """Another request of its group is computing, or about to compute, the prompt for both."""
+    """Another request of its fork group is computing, or is about to compute, their common prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,51 +32,53 @@ class BlockedHead:
     request_id: str
     reason: BlockedBy
     needed_blocks: int
-    """New blocks it needs, headroom included; 0 where blocks are not the reason."""
+    """New blocks that it needs, headroom included; 0 when blocks are not the reason."""
     available_blocks: int
     waited_s: float
-    """Since it was first found blocked."""
+    """Seconds since the scheduler first found it blocked."""
     num_bypassed: int
+    """Requests admitted past it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
+    """One snapshot. The counters from num_preemptions to prefix_hit_tokens count since the scheduler was created."""
+
     num_running: int
     num_waiting: int
-    """Preempted ones included."""
+    """Includes preempted requests."""
     num_preempted: int
-    """Of the waiting, those that ran before."""
+    """Waiting requests that have been preempted."""
     num_leaving: int
-    """Ended, but in a step that has not returned: they still hold blocks and seat."""
+    """Requests that have ended but are part of a step in flight: they still hold their blocks and slot."""
     free_blocks: int
     cached_blocks: int
     held_blocks: int
     total_blocks: int
     waiting_tokens: int
-    """Known tokens (prompt and resumed) of waiting requests; a prompt that several share counts once."""
+    """Known tokens (prompt and generated) of waiting requests; a prompt that several requests share counts once."""
     prefill_backlog_tokens: int
-    """Known tokens that running requests have not computed yet."""
+    """Known tokens whose K/V running requests have not computed yet."""
     num_preemptions: int
-    """Since the start; so are the next five."""
     num_admissions: int
     num_forks: int
-    """Admissions with the prompt's K/V of a running request."""
+    """Admissions that took over the prompt's K/V from a running request."""
     num_steps: int
     prefix_queried_tokens: int
     prefix_hit_tokens: int
     decode_cap: int | None
-    """Decoding requests that the last step's tightest TPOT target allows; None: nothing limits it."""
+    """Decoding requests that the tightest TPOT target of the last step allows; None: no target limits them."""
     step_costs: StepCosts | None
     blocked: BlockedHead | None
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What may still be fetched; both are 0 when the scheduler has enough."""
+    """How much more work may be fetched; both fields are 0 when the scheduler has enough."""
 
     requests: int
     tokens: int
-    """Known tokens (prompt and resumed)."""
+    """Known tokens (prompt and generated)."""
 
 
 def compute_credit(
@@ -86,10 +90,11 @@ def compute_credit(
     kv_tokens: int,
     is_idle: bool,
 ) -> Credit:
-    """Room by requests, by prefill time and by KV, whichever is least.
+    """Return the smallest of three limits: the number of requests, prefill time and KV memory.
 
-    free_requests: requests that seats and the read-ahead can take. ready_tokens: prefill of one horizon.
-    kv_tokens: tokens that the pool can take. An idle scheduler always takes one request, however large.
+    free_requests: requests that fit into the slots and the read-ahead. ready_tokens: prefill tokens that one credit
+    horizon can compute. kv_tokens: tokens that the pool can take. An idle scheduler always gets credit for one
+    request, however large, so that it never starves.
     """
     tokens = max(0, min(ready_tokens - backlog_tokens - waiting_tokens, kv_tokens - waiting_tokens))
     requests = max(0, free_requests) if tokens else 0

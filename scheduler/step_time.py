@@ -1,21 +1,21 @@
-"""How long a step takes, learned from the steps that were measured."""
+"""A linear model of step time, fitted online to measured steps."""
 
 import math
 from typing import NamedTuple
 
 
 class StepLoad(NamedTuple):
-    """What a step's duration depends on."""
+    """The features that determine the duration of a step."""
 
     prefill_tokens: int
     decodes: int
-    """Rows of one token."""
+    """Number of rows with one token."""
     context_tokens: int
-    """Tokens visible to the last token of each row, summed: K/V that is read."""
+    """Sum over the rows of the tokens that the last token of the row attends to: K/V that is read."""
 
 
 class StepCosts(NamedTuple):
-    """step time = base + prefill tokens + decoding requests + context tokens read, each times its cost."""
+    """Seconds per unit of each feature: step time = base + the sum of cost times feature."""
 
     base_s: float
     prefill_token_s: float
@@ -23,6 +23,7 @@ class StepCosts(NamedTuple):
     context_token_s: float
 
     def predict(self, load: StepLoad) -> float:
+        """Return the predicted duration of a step in seconds."""
         return (
             self.base_s
             + self.prefill_token_s * load.prefill_tokens
@@ -32,27 +33,27 @@ class StepCosts(NamedTuple):
 
 
 _UNITS = (1.0, 256.0, 16.0, 4096.0)
-"""Typical size of each feature: brings the equations to one scale."""
+"""Typical size of each feature, which brings the equations to one scale."""
 _SIZE = len(_UNITS)
 _PULL = 1e-3
-"""Weight of the previous costs, relative to the data: directions that the recent steps say nothing about
-(only decodes, always the same batch size) keep their value instead of drifting."""
+"""Weight of the previous costs relative to the data. Directions that recent steps do not determine (only decodes,
+always the same batch size) keep their value instead of drifting."""
 _MIN_SPREAD = 0.02
 _OUTLIER = 3.0
-"""Residuals beyond this many times their usual size lose weight (Huber)."""
+"""Residuals beyond this many times their mean size lose weight (Huber loss)."""
 _SPREAD_RATE = 0.05
 _BIAS_RATE = 0.1
 _SHIFTED = 0.8
-"""A mean signed error beyond this part of the spread is no noise: the machine has changed."""
+"""A mean signed error beyond this fraction of the spread is not noise: the speed of the machine has changed."""
 _SHIFTED_FORGETTING = 0.93
 _MIN_STEP_S = 1e-7
 
 
 class StepTimeModel:
-    """Recursive least squares with forgetting, in information form, on relative errors.
+    """Recursive least squares with exponential forgetting, in information form, on relative errors.
 
-    Keeps the weighted normal equations (4 × 4) and solves them after each step under the constraint that
-    no cost is negative. One slow step moves it little; a lasting change is followed within tens of steps.
+    The model keeps the weighted normal equations (4 × 4) and solves them after each step under the constraint that no
+    cost is negative. A single slow step changes it little; it follows a lasting change within tens of steps.
     """
 
     def __init__(self, *, forgetting: float = 0.99, min_samples: int = 8) -> None:
@@ -60,9 +61,9 @@ class StepTimeModel:
         self._min_samples = min_samples
         self._num_samples = 0
         self._spread = 0.1
-        """Running mean of the relative error's size."""
+        """Running mean of the absolute relative error."""
         self._bias = 0.0
-        """Running mean of the relative error, outliers clipped."""
+        """Running mean of the signed relative error, outliers down-weighted."""
         self._matrix = [[0.0] * _SIZE for _ in range(_SIZE)]
         self._vector = [0.0] * _SIZE
         self._scaled = [0.0] * _SIZE
@@ -74,13 +75,13 @@ class StepTimeModel:
 
     @property
     def costs(self) -> StepCosts | None:
-        """None until enough steps were measured to say anything."""
+        """The fitted costs; None until `min_samples` steps were measured."""
         if self._num_samples < self._min_samples:
             return None
         return StepCosts(*(cost / unit for cost, unit in zip(self._scaled, _UNITS, strict=True)))
 
     def observe(self, load: StepLoad, step_time_s: float) -> None:
-        """Learn from one measured step; times that are no durations are ignored."""
+        """Learn from one measured step; a time that is not finite or not positive is ignored."""
         if not (math.isfinite(step_time_s) and step_time_s > 0.0):
             return
         features = (
@@ -96,7 +97,7 @@ class StepTimeModel:
         self._scaled = _solve_non_negative(self._matrix, self._vector, self._scaled)
 
     def _judge(self, step_time_s: float, expected_s: float) -> tuple[float, float]:
-        """(what the error is relative to, weight of this sample)."""
+        """Return the scale of the relative error and the weight of this sample; update spread and bias."""
         if self._num_samples < self._min_samples or expected_s < _MIN_STEP_S:
             return max(step_time_s, _MIN_STEP_S), 1.0
         signed = step_time_s / expected_s - 1.0
@@ -120,7 +121,10 @@ class StepTimeModel:
 
 
 def _solve_non_negative(matrix: list[list[float]], vector: list[float], previous: list[float]) -> list[float]:
-    """Minimize ½c'Mc - v'c + ½p|c - previous|² over c >= 0: drop the most negative cost and solve again."""
+    """Minimize ½c'Mc - v'c + ½p|c - previous|² over c >= 0.
+
+    While the solution has negative costs, the most negative one is fixed at 0 and the others are solved for again.
+    """
     pull = _PULL * sum(matrix[i][i] for i in range(_SIZE)) / _SIZE
     active = list(range(_SIZE))
     while active:
@@ -138,7 +142,7 @@ def _solve_non_negative(matrix: list[list[float]], vector: list[float], previous
 
 
 def _solve(rows: list[list[float]], right: list[float]) -> list[float]:
-    """Gaussian elimination; a positive definite matrix needs no search for pivots. Overwrites both."""
+    """Solve by Gaussian elimination, overwriting both arguments; a positive definite matrix needs no pivot search."""
     size = len(right)
     for pivot in range(size):
         top = rows[pivot]

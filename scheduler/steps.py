@@ -1,4 +1,4 @@
-"""From granted tokens to a plan."""
+"""Turns the tokens granted to requests into a step plan."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,14 @@ from scheduler.step_time import StepCosts, StepLoad
 
 
 class Grant(NamedTuple):
-    """Tokens that a request may compute in this step."""
+    """Number of tokens that a request may compute in this step."""
 
     request: Request
     num_tokens: int
 
 
 class Step(NamedTuple):
-    """A plan, the requests of its rows in the same order, and its load."""
+    """A plan in flight, the requests of its rows in the same order, its load and when it was planned."""
 
     plan: StepPlan
     requests: list[Request]
@@ -28,12 +28,15 @@ def build_step(
     step_id: int,
     grants: list[Grant],
     block_size: int,
-    released_seats: tuple[int, ...],
+    released_slots: tuple[int, ...],
     block_copies: tuple[tuple[int, int], ...],
     costs: StepCosts | None,
     planned_s: float,
 ) -> Step:
-    """Rows of one token first; counts the granted tokens as computed from here on."""
+    """Build the plan, rows of one token first, and count the granted tokens as computed.
+
+    costs: predicts the duration of the step; None: no prediction. planned_s: the current time.
+    """
     grants.sort(key=lambda grant: grant.num_tokens > 1)
     rows = tuple(_row(request, size, block_size) for request, size in grants)
     num_decodes = sum(size == 1 for _, size in grants)
@@ -43,7 +46,7 @@ def build_step(
         context_tokens=sum(request.num_computed_tokens for request, _ in grants),
     )
     predicted_s = None if costs is None else costs.predict(load)
-    plan = StepPlan(step_id, rows, released_seats, block_copies, predicted_s)
+    plan = StepPlan(step_id, rows, released_slots, block_copies, predicted_s)
     return Step(plan, [request for request, _ in grants], load, planned_s)
 
 
@@ -70,7 +73,7 @@ def _row(request: Request, size: int, block_size: int) -> ScheduledRow:
     request.num_pending_tokens += samples
     return ScheduledRow(
         request_id=request.spec.request_id,
-        seat=request.seat,
+        slot=request.slot,
         token_ids=token_ids,
         num_computed_tokens=start,
         block_table=table,

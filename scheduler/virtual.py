@@ -1,4 +1,4 @@
-"""The real Scheduler on a virtual clock: given arrivals and output lengths, what happens in every step."""
+"""Simulation: the real Scheduler on a virtual clock, driven by given arrivals and output lengths."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -11,19 +11,19 @@ from scheduler.spec import FinishReason, Rejection, RequestSpec, RequestUpdate, 
 from scheduler.step_time import StepCosts, StepLoad
 
 UNIT_COSTS = StepCosts(base_s=1.0, prefill_token_s=0.0, decode_s=0.0, context_token_s=0.0)
-"""Every step takes one second: time is counted in iterations."""
+"""Every step takes one second, so that time counts iterations."""
 _STOP_TOKEN_ID = 1
 
 
 @dataclass(frozen=True, slots=True)
 class VirtualRequest:
-    """A request whose output length is known to the model alone: the scheduler sees only max_tokens."""
+    """A request whose output length only the simulated model knows: the scheduler sees max_tokens."""
 
     request_id: str
     num_prompt_tokens: int
     num_output_tokens: int
     max_tokens: int | None = None
-    """None: num_output_tokens, so that the request ends by length."""
+    """None: equal to num_output_tokens, so that the request ends by length."""
     arrival_s: float = 0.0
     service_class: ServiceClass = ServiceClass.STANDARD
     ttft_s: float | None = None
@@ -31,10 +31,10 @@ class VirtualRequest:
     deadline_s: float | None = None
     tenant: str = ""
     num_shared_tokens: int = 0
-    """Leading prompt tokens that all requests of the tenant have in common."""
+    """Leading prompt tokens that all requests of the tenant share."""
 
     def spec(self, number: int) -> RequestSpec:
-        """Prompt tokens after the shared ones are the request's own, by its number."""
+        """Build the request; prompt tokens after the shared ones are unique to `number`."""
         own = range(self.num_shared_tokens, self.num_prompt_tokens)
         prompt = [2 + position for position in range(min(self.num_shared_tokens, self.num_prompt_tokens))]
         prompt += [(number + 1) * 1_000_000 + position for position in own]
@@ -55,18 +55,18 @@ class VirtualRequest:
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """One step and who sat where in it."""
+    """One step and the request in each slot."""
 
     start_s: float
     step_time_s: float
     num_tokens: int
-    seats: tuple[str | None, ...]
-    """Request id by seat, of requests that computed in this step; None: the seat was idle."""
+    slots: tuple[str | None, ...]
+    """Id of the request that computed in each slot; None: the slot was idle."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """One request's fate; times are virtual."""
+    """What happened to one request; times are virtual seconds."""
 
     arrival_s: float
     token_times_s: list[float] = field(default_factory=list)
@@ -77,27 +77,30 @@ class Outcome:
 
     @property
     def ttft_s(self) -> float | None:
+        """Time from arrival to the first token."""
         return self.token_times_s[0] - self.arrival_s if self.token_times_s else None
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time between tokens after the first."""
+        """Mean time per output token after the first."""
         times = self.token_times_s
         return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class VirtualRun:
+    """The result of a simulation."""
+
     iterations: tuple[Iteration, ...]
     outcomes: dict[str, Outcome]
-    num_seats: int
+    num_slots: int
     num_preemptions: int
 
     @property
     def slot_use(self) -> float:
-        """Busy seats by all seats, over all iterations."""
-        busy = sum(seat is not None for iteration in self.iterations for seat in iteration.seats)
-        return busy / (self.num_seats * len(self.iterations)) if self.iterations else 0.0
+        """Fraction of slots that computed, over all iterations."""
+        busy = sum(name is not None for iteration in self.iterations for name in iteration.slots)
+        return busy / (self.num_slots * len(self.iterations)) if self.iterations else 0.0
 
     @property
     def total_s(self) -> float:
@@ -109,7 +112,7 @@ class VirtualRun:
 def run_virtual(
     config: SchedulerConfig, requests: Iterable[VirtualRequest], costs: StepCosts = UNIT_COSTS
 ) -> VirtualRun:
-    """Play `requests` through the scheduler; a step takes what `costs` say of its load. Deterministic."""
+    """Run `requests` through the scheduler, with step times from `costs`. The result is deterministic."""
     clock = _Clock(config, list(requests), costs)
     while clock.step():
         pass
@@ -124,9 +127,10 @@ def run_virtual(
 def run_lengths(
     output_lengths: Sequence[int], num_slots: int, policy: Policy, num_prompt_tokens: int = 1
 ) -> VirtualRun:
-    """Requests r0, r1, … of these output lengths, all present at the start, on that many slots.
+    """Run requests r0, r1, … with these output lengths, all present at the start, on `num_slots` slots.
 
-    The iteration that computes a prompt yields its first token, so a request of n tokens sits n iterations.
+    The iteration that computes a prompt yields its first token, so a request of n tokens takes n iterations. Raises
+    ValueError if output_lengths is empty.
     """
     if not output_lengths:
         raise ValueError("output_lengths has 0 entries: at least 1 is needed")
@@ -150,9 +154,9 @@ def run_lengths(
 
 
 class _Clock:
-    """Adds what has arrived, runs a step, moves the time by its duration.
+    """Adds the requests that have arrived, runs a step and advances the time by its duration.
 
-    With look-ahead the next step is planned when the one before begins, from what is known then.
+    With look-ahead, the next step is planned when the current one begins.
     """
 
     def __init__(self, config: SchedulerConfig, requests: list[VirtualRequest], costs: StepCosts) -> None:
@@ -161,41 +165,41 @@ class _Clock:
         self.outcomes = {request.request_id: Outcome(request.arrival_s) for request in requests}
         self._costs = costs
         self._now_s = 0.0
-        self._out: deque[StepPlan] = deque()
+        self._in_flight: deque[StepPlan] = deque()
         self._arrivals = deque(sorted(enumerate(requests), key=lambda pair: pair[1].arrival_s))
         self._stops = {
             request.request_id: request.num_output_tokens for request in requests if request.max_tokens
         }
 
     def step(self) -> bool:
-        """False: everything has ended."""
+        """Run one step or advance to the next arrival; False: all requests have ended."""
         self._add_arrived()
         self._plan_ahead()
-        if not self._out:
+        if not self._in_flight:
             self._take_updates()
             if not self._arrivals:
                 return False
             self._now_s = max(self._now_s, self._arrivals[0][1].arrival_s)
             return True
-        plan = self._out.popleft()
+        plan = self._in_flight.popleft()
         start_s = self._now_s
         step_time_s = self._costs.predict(_load_of(plan))
         self._now_s += step_time_s
         rows = tuple(self._result_of(row.request_id, row.num_generated_tokens) for row in plan.rows)
         self.scheduler.update(StepResult(plan.step_id, rows, step_time_s), self._now_s)
         self._take_updates()
-        seats: list[str | None] = [None] * self.scheduler.config.max_num_seqs
+        slots: list[str | None] = [None] * self.scheduler.config.max_num_seqs
         for row in plan.rows:
-            seats[row.seat] = row.request_id
-        self.iterations.append(Iteration(start_s, step_time_s, plan.num_tokens, tuple(seats)))
+            slots[row.slot] = row.request_id
+        self.iterations.append(Iteration(start_s, step_time_s, plan.num_tokens, tuple(slots)))
         return True
 
     def _plan_ahead(self) -> None:
-        while len(self._out) <= self.scheduler.config.num_lookahead_steps:
+        while len(self._in_flight) <= self.scheduler.config.num_lookahead_steps:
             plan = self.scheduler.schedule(self._now_s)
             if plan is None:
                 return
-            self._out.append(plan)
+            self._in_flight.append(plan)
 
     def _add_arrived(self) -> None:
         while self._arrivals and self._arrivals[0][1].arrival_s <= self._now_s:

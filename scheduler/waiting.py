@@ -1,4 +1,4 @@
-"""Requests that hold nothing yet, in order, and the deadlines of all."""
+"""The queue of waiting requests, and the deadlines of all live ones."""
 
 from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush
@@ -9,15 +9,15 @@ _Entry = tuple[float, int, Request]
 
 
 class WaitingQueue:
-    """Waiting and preempted requests sorted by due time; bounded by the scheduler's `add`."""
+    """Waiting and preempted requests, sorted by due time. `Scheduler.add` bounds its length."""
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
         self.num_tokens = 0
-        """Known tokens of all entries, less the prompts of those that share theirs with others."""
+        """Known tokens of all entries, without the prompts of requests in fork groups."""
         self.num_preempted = 0
         self.num_sharing = 0
-        """Entries that share their prompt with others."""
+        """Entries that belong to a fork group."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -33,6 +33,7 @@ class WaitingQueue:
         self._count(request, -1)
 
     def peek(self, count: int) -> list[Request]:
+        """Return up to `count` requests, first due first."""
         return [request for _, _, request in self._entries[:count]]
 
     def _count(self, request: Request, sign: int) -> None:
@@ -44,7 +45,7 @@ class WaitingQueue:
 
 
 class Deadlines:
-    """Finds requests whose deadline has passed without looking at the others."""
+    """Finds the requests whose deadline has passed without visiting the others."""
 
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
@@ -53,13 +54,14 @@ class Deadlines:
         return len(self._heap)
 
     def push(self, deadline_s: float, request: Request, num_live: int) -> None:
-        """Entries of ended requests stay until they surface or outnumber the `num_live` live ones."""
+        """Add a deadline. Entries of finished requests stay until they expire or outnumber the `num_live` live ones."""
         if len(self._heap) > 2 * num_live + 64:
             self._heap = [entry for entry in self._heap if entry[2].status is not RequestStatus.FINISHED]
             heapify(self._heap)
         heappush(self._heap, (deadline_s, request.order, request))
 
     def pop_passed(self, now_s: float) -> list[Request]:
+        """Remove and return the live requests whose deadline is at or before `now_s`."""
         passed: list[Request] = []
         while self._heap and self._heap[0][0] <= now_s:
             _, _, request = heappop(self._heap)

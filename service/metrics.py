@@ -79,7 +79,7 @@ class Metrics:
         self.decode_cap = self._gauge("decode_cap_requests", "Largest decode batch that meets the targets.")
         self.preemptions = self._counter("preemptions", "Requests that lost their blocks to another.")
         self.forks = self._counter("forks", "Choices that took over a sibling's computed prompt.")
-        self.slot_use = self._gauge("slot_use_ratio", "Share of seats that produced a token, last step.")
+        self.slot_use = self._gauge("slot_use_ratio", "Share of slots that produced a token, last step.")
 
     def _make_edges(self) -> None:
         self.incomplete_offsets = self._gauge("incomplete_offsets", "Records fetched but not yet complete.")

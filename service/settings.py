@@ -104,7 +104,7 @@ class Settings(BaseSettings):
         "auto", description="plan the next step while one runs; `auto`: on a GPU"
     )
     max_waiting: int = Field(
-        1_024, ge=1, le=100_000, description="choices of fetched jobs that wait for a seat"
+        1_024, ge=1, le=100_000, description="choices of fetched jobs that wait for a slot"
     )
     prefix_caching: bool = Field(True, description="share KV blocks of equal prompt beginnings")
     default_max_tokens: int = Field(256, ge=1, le=1 << 20, description="for jobs without `max_tokens`")

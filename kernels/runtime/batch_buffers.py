@@ -76,7 +76,7 @@ class BatchBuffers:
 
     def _gather_tables(self, rows: tuple[ScheduledRow, ...]) -> npt.NDArray[np.int32]:
         """[num_rows, widest]; a slot's table is written again only when it has changed."""
-        slots = np.fromiter((row.seat for row in rows), dtype=np.int64, count=len(rows))
+        slots = np.fromiter((row.slot for row in rows), dtype=np.int64, count=len(rows))
         if slots.size and not 0 <= slots.min() <= slots.max() < self._max_num_rows:
             # Not assert, which python -O leaves out: on a GPU slots index raw memory.
             raise IndexError(f"slots from {slots.min()} to {slots.max()}; limit {self._max_num_rows}")
@@ -84,14 +84,14 @@ class BatchBuffers:
         for row in rows:
             table = row.block_table
             width = max(width, len(table))
-            known = self._known_tables[row.seat]
+            known = self._known_tables[row.slot]
             if table is not known and table != known:
                 assert len(table) <= self._max_num_blocks, (
                     f"request {row.request_id}: {len(table)} blocks; limit {self._max_num_blocks}"
                 )
-                self._slot_tables[row.seat, : len(table)] = table
-                self._slot_tables[row.seat, len(table) : len(known)] = 0
-            self._known_tables[row.seat] = table
+                self._slot_tables[row.slot, : len(table)] = table
+                self._slot_tables[row.slot, len(table) : len(known)] = 0
+            self._known_tables[row.slot] = table
         tables = self._block_tables[: len(rows) * width].reshape(len(rows), width)
         np.take(self._slot_tables[:, :width], slots, axis=0, out=tables)
         return tables

@@ -43,12 +43,12 @@ class LastTokens:
     def expect(self, step_id: int, rows: Sequence[ScheduledRow]) -> None:
         """The step of these sampling rows has begun; from now on it determines their slots' last tokens."""
         for row in rows:
-            self._slots[row.seat] = _Slot(step_id)
+            self._slots[row.slot] = _Slot(step_id)
 
     def keep(self, step_id: int, rows: Sequence[ScheduledRow], results: Sequence[RowResult]) -> None:
         """Keep the results of a step, except for slots for which a later step has begun since."""
         for row, result in zip(rows, results, strict=True):
-            slot = self._slots.get(row.seat)
+            slot = self._slots.get(row.slot)
             if row.sampling is not None and slot is not None and slot.step_id == step_id:
                 slot.is_awaited, slot.token_id = False, None if result.error else result.token_id
 
@@ -57,11 +57,11 @@ class LastTokens:
         for idx, row in enumerate(rows):
             if len(row.token_ids) > 1:
                 break  # rows of one token come first
-            slot = self._slots.get(row.seat) if row.is_pending else None
+            slot = self._slots.get(row.slot) if row.is_pending else None
             if slot is None:
                 continue
             if slot.is_awaited:
-                resolved.token_ids[idx] = -1 - row.seat
+                resolved.token_ids[idx] = -1 - row.slot
             elif slot.token_id is None:
                 resolved.token_ids[idx], resolved.errors[idx] = 0, PREDECESSOR_FAILED
             else:
@@ -70,7 +70,7 @@ class LastTokens:
 
     def known(self, row: ScheduledRow) -> ScheduledRow:
         """The row as it would be planned after the previous step; unchanged if only the device knows the token."""
-        slot = self._slots.get(row.seat) if row.is_pending else None
+        slot = self._slots.get(row.slot) if row.is_pending else None
         if slot is None or slot.is_awaited:
             return row
         if slot.token_id is None:

@@ -161,9 +161,9 @@ class ModelRunner:
     def begin(self, plan: StepPlan) -> PendingStep:
         """Each sampling row gets its own token or error; K/V of other rows is never touched."""
         started_s = time.perf_counter()
-        self._sampler.release(plan.released_seats)
-        self._buffers.release(plan.released_seats)
-        self._last_tokens.release(plan.released_seats)
+        self._sampler.release(plan.released_slots)
+        self._buffers.release(plan.released_slots)
+        self._last_tokens.release(plan.released_slots)
         if plan.block_copies:
             self._model.kv_pool.copy_blocks(plan.block_copies)
         if not plan.rows:

@@ -87,7 +87,7 @@ class _Decode:
 
     def run(self, num_in_flight: int) -> float:
         """Seconds per step with at most `num_in_flight` steps in flight."""
-        self._runner.step(StepPlan(0, (), released_seats=tuple(range(len(self._tables)))))
+        self._runner.step(StepPlan(0, (), released_slots=tuple(range(len(self._tables)))))
         in_flight: deque[PendingStep] = deque()
         started_s = 0.0
         tokens: Sequence[int | None] = [1] * len(self._tables)
@@ -108,7 +108,7 @@ class _Decode:
             assert token_id is not None, "random weights gave a row without a token"
             yield ScheduledRow(
                 request_id=f"r{slot}",
-                seat=slot,
+                slot=slot,
                 token_ids=(token_id,),
                 num_computed_tokens=self._first + step_idx,
                 block_table=self._tables[slot],

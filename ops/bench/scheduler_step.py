@@ -14,7 +14,7 @@ from scheduler.spec import RequestSpec
 
 
 def make_scheduler(num_rows: int, num_context: int, num_steps: int, num_waiting: int) -> Scheduler:
-    """A scheduler with `num_rows` long requests to decode and more behind them that find no seat."""
+    """A scheduler with `num_rows` long requests to decode and more behind them that find no slot."""
     budget = max(2048, num_rows)
     # The first request still decodes when the last one's prompt is done.
     max_tokens = num_steps + 2 * num_rows * num_context // budget + 64

@@ -142,7 +142,7 @@ class Example(StrEnum):
 def lab(
     example: Annotated[Example | None, typer.Option(help="Eight requests of varied or even length.")] = None,
     requests: Annotated[str | None, typer.Option(help="Output lengths, such as 8,2,2.")] = None,
-    slots: Annotated[int, typer.Option(min=1, max=64, help="Seats of the batch.")] = 4,
+    slots: Annotated[int, typer.Option(min=1, max=64, help="Slots of the batch.")] = 4,
     as_json: Json = False,
 ) -> None:
     """Static beside continuous batching, through the real scheduler: rows are slots, columns iterations."""

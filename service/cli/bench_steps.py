@@ -23,11 +23,11 @@ def decode(batch: str, *, context_tokens: int, quantization: Quantization | None
     batches = _batches(batch)
     settings = quantized(load_settings(), quantization)
     # Room for the largest batch, whatever a worker would be given.
-    seats = max(settings.max_num_seqs, *batches)
+    num_slots = max(settings.max_num_seqs, *batches)
     settings = settings.model_copy(
         update={
-            "max_num_seqs": seats,
-            "max_num_batched_tokens": max(settings.max_num_batched_tokens, seats, _DECODE_CHUNK_TOKENS),
+            "max_num_seqs": num_slots,
+            "max_num_batched_tokens": max(settings.max_num_batched_tokens, num_slots, _DECODE_CHUNK_TOKENS),
         }
     )
     runner = _load(settings)

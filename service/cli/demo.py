@@ -25,7 +25,7 @@ from service.worker.worker import Worker
 
 MAX_WORDS = 60
 PIECE_TOKENS = 900
-DEMO_SEATS = 16
+DEMO_SLOTS = 16
 
 
 class MemoryRows:
@@ -42,7 +42,7 @@ class MemoryRows:
 def demo() -> None:
     settings = load_settings()
     if "max_num_seqs" not in settings.model_fields_set:
-        settings = settings.model_copy(update={"max_num_seqs": DEMO_SEATS})
+        settings = settings.model_copy(update={"max_num_seqs": DEMO_SLOTS})
     if not run(Demo(settings).run()):
         raise typer.Exit(1)
 
@@ -147,9 +147,9 @@ def _pair(values: list[float], scale: float, unit: str) -> str:
     return f"{middle * scale:.2f} / {high * scale:.2f} {unit}"
 
 
-def _slot_use(worker: Worker, num_seats: int) -> float:
-    """Mean rows of a step over the seats there are."""
+def _slot_use(worker: Worker, num_slots: int) -> float:
+    """Mean rows of a step over the slots there are."""
     registry = worker.metrics.registry
     rows = registry.get_sample_value("tailrace_batch_requests_sum") or 0.0
     steps = registry.get_sample_value("tailrace_batch_requests_count") or 0.0
-    return rows / (steps * num_seats) if steps else 0.0
+    return rows / (steps * num_slots) if steps else 0.0

@@ -30,7 +30,7 @@ class Timeline:
 class EngineRun:
     """Collects what an engine does with a workload; `report` is its JSON."""
 
-    num_seats: int
+    num_slots: int
     timelines: dict[str, Timeline] = field(default_factory=dict)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     step_times_s: list[float] = field(default_factory=list)
@@ -65,7 +65,7 @@ class EngineRun:
             "output_tokens_per_s": round(num_tokens / self.total_s, 3),
             "total_s": round(self.total_s, 3),
             "steps": len(self.step_times_s),
-            "slot_use": round(sum(self.batch_sizes) / (self.num_seats * max(1, len(self.batch_sizes))), 4),
+            "slot_use": round(sum(self.batch_sizes) / (self.num_slots * max(1, len(self.batch_sizes))), 4),
             "ttft_s": summary([line.first_s - self.started_s for line in lines if line.first_s]),
             "tpot_s": summary(
                 [

@@ -69,7 +69,7 @@ def _summary(run: VirtualRun) -> dict[str, Any]:
         "slot_use": round(run.slot_use, 3),
         "finished_at": [round(finished[name] or 0) for name in ids],
         "grid": [
-            [None if seat is None else ids.index(seat) for seat in iteration.seats]
+            [None if name is None else ids.index(name) for name in iteration.slots]
             for iteration in run.iterations
         ],
     }
@@ -80,8 +80,8 @@ def _draw(name: str, run: VirtualRun) -> None:
     shown = run.iterations[:MAX_COLUMNS]
     title = f"{name}: {len(run.iterations)} iterations, slot use {run.slot_use:.1%}"
     rows = [
-        [None if (seat := iteration.seats[slot]) is None else ids[seat] for iteration in shown]
-        for slot in range(run.num_seats)
+        [None if (occupant := iteration.slots[slot]) is None else ids[occupant] for iteration in shown]
+        for slot in range(run.num_slots)
     ]
     if sys.stdout.isatty():
         _draw_colours(title, rows)

@@ -21,7 +21,7 @@ def run_row_by_row(runner: Runner, plan: StepPlan, before: StepResult | None) ->
     results: list[RowResult] = []
     num_raised = 0
     jobs_run = set()
-    if plan.released_seats or plan.block_copies:
+    if plan.released_slots or plan.block_copies:
         # By themselves: with a row that raises first, the other rows would run without their copies.
         runner.step(replace(plan, rows=()))
     for row in plan.rows:

@@ -34,8 +34,8 @@ class StepPipeline:
         self._begun: _Begun | None = None
         self._before: StepResult | None = None
         """Result of the last finished step."""
-        self._is_seat_stale = False
-        """A row of it raised, so that what the runner keeps for its seat is of an earlier step."""
+        self._is_slot_stale = False
+        """A row of it raised, so that what the runner keeps for its slot is of an earlier step."""
         self._fault: BaseException | None = None
 
     def begin(self, plan: StepPlan, future: "asyncio.Future[StepResult]") -> None:
@@ -43,7 +43,7 @@ class StepPipeline:
         if self._fault is not None:
             self._post(future, self._fault)
             return
-        if self._begun is None and self._is_seat_stale and any(row.is_pending for row in plan.rows):
+        if self._begun is None and self._is_slot_stale and any(row.is_pending for row in plan.rows):
             # Planned before it was known that a row of the step before raises. No runner knows what follows such a row.
             self._run_row_by_row(plan, future)
             return
@@ -102,7 +102,7 @@ class StepPipeline:
         self._deliver(future, result, has_raised=num_raised > 0)
 
     def _deliver(self, future: "asyncio.Future[StepResult]", result: StepResult, *, has_raised: bool) -> None:
-        self._before, self._is_seat_stale = result, has_raised
+        self._before, self._is_slot_stale = result, has_raised
         self._post(future, result)
 
 

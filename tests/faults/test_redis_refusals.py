@@ -133,7 +133,7 @@ async def test_a_user_without_a_right_consumes_nothing_until_it_has_it(
 async def test_a_job_waits_longer_than_its_stream_may_live(
     kafka: KafkaBroker, any_redis_server: RedisServer
 ) -> None:
-    """One seat, a time to live of a second, and a job that waits for about three."""
+    """One slot, a time to live of a second, and a job that waits for about three."""
     any_redis_server.flush()
     service = await new_service(kafka, any_redis_server, partitions=1)
     settings = service.settings(stream_ttl_s="1", max_num_seqs="1", deterministic_step_ms="10")

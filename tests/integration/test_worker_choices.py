@@ -84,7 +84,7 @@ async def test_a_cancelled_job_takes_all_its_choices_with_it(
     assert [choice.finish_reason for choice in result.choices] == ["cancelled"] * 4
     lengths = [len(choice.token_ids or ()) for choice in result.choices]
     assert min(lengths[:3]) >= 1
-    assert lengths[3] == 0, "three seats: the last choice was still waiting"
+    assert lengths[3] == 0, "three slots: the last choice was still waiting"
     assert stream.verdict.complete
     assert num_held(worker) == 0
 
@@ -112,7 +112,7 @@ async def test_after_kill_nine_every_choice_goes_on_where_its_stream_stopped(
 
 
 FULL = {"max_num_seqs": "16", "max_waiting": "16"}
-"""Seats for one job of 16 choices, places in the queue for another; more of them come in and stand in line."""
+"""Slots for one job of 16 choices, places in the queue for another; more of them come in and stand in line."""
 
 
 async def test_hazard_a_backlog_of_many_choices_is_no_reason_to_refuse_any(

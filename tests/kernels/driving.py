@@ -77,7 +77,7 @@ class Driver:
     def plan(self) -> StepPlan:
         rows = [self._row(generation) for generation in self.running]
         rows.sort(key=lambda row: len(row.token_ids) > 1)
-        plan = StepPlan(self.step_id, tuple(rows), released_seats=tuple(self.released))
+        plan = StepPlan(self.step_id, tuple(rows), released_slots=tuple(self.released))
         self.released = []
         self.step_id += 1
         return plan
@@ -107,7 +107,7 @@ class Driver:
             generation.has_history = True
         return ScheduledRow(
             request_id=generation.request_id,
-            seat=generation.slot,
+            slot=generation.slot,
             token_ids=tuple(known[generation.num_computed : end]),
             num_computed_tokens=generation.num_computed,
             block_table=generation.blocks[: -(-end // self.runner.block_size)],

@@ -48,7 +48,7 @@ def test_level_1_a_draw_depends_on_nothing_but_its_own_row() -> None:
     order = list(reversed(range(len(rows))))
 
     assert sample(logits[order], [rows[idx] for idx in order])[::-1] == together
-    moved = [replace(row, seat=(row.seat + 5) % SLOTS) for row in rows]
+    moved = [replace(row, slot=(row.slot + 5) % SLOTS) for row in rows]
     assert sample(logits, moved) == together
     for idx, row in enumerate(rows):
         assert sample(logits[idx : idx + 1], [row]) == [together[idx]]

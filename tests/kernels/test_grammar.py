@@ -40,7 +40,7 @@ def row(
 ) -> ScheduledRow:
     return ScheduledRow(
         request_id=request_id,
-        seat=slot,
+        slot=slot,
         token_ids=(generated[-1] if generated else 65,),
         num_computed_tokens=8 + len(generated),
         block_table=(0,),

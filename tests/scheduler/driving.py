@@ -72,9 +72,9 @@ class PagedModel:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._block_size = config.block_size
-        self._slots: dict[int, int] = {}
+        self._kv: dict[int, int] = {}
         self._last_tokens: dict[int, int] = {}
-        """By seat: what PENDING_TOKEN stands for."""
+        """By slot: what PENDING_TOKEN stands for."""
         self.stop_after: dict[str, int] = {}
         """Request id to the number of output tokens of which the last is STOP."""
 
@@ -84,22 +84,22 @@ class PagedModel:
         for source, destination in plan.block_copies:
             self._copy(source, destination)
         known = [
-            replace(row, token_ids=(self._last_tokens[row.seat],)) if row.is_pending else row
+            replace(row, token_ids=(self._last_tokens[row.slot],)) if row.is_pending else row
             for row in plan.rows
         ]
         rows = tuple(self._row(row, fails=row.request_id in failing) for row in known)
         for row, result in zip(known, rows, strict=True):
             if row.sampling is not None:
-                self._last_tokens[row.seat] = result.token_id or 0
+                self._last_tokens[row.slot] = result.token_id or 0
         duration_s = COSTS.predict(load_of(plan)) if step_time_s is None else step_time_s
         return StepResult(plan.step_id, rows, duration_s)
 
     def _row(self, row: ScheduledRow, *, fails: bool) -> RowResult:
         position = row.num_computed_tokens
-        content = self._slots[self._slot(row, position - 1)] if position else 0
+        content = self._kv[self._kv_slot(row, position - 1)] if position else 0
         for token_id in row.token_ids:
             content = -1 if fails else next_content(content, token_id)
-            self._slots[self._slot(row, position)] = content
+            self._kv[self._kv_slot(row, position)] = content
             position += 1
         if fails:
             return RowResult(row.request_id, error="logits are not finite")
@@ -111,10 +111,10 @@ class PagedModel:
 
     def _copy(self, source: int, destination: int) -> None:
         for offset in range(self._block_size):
-            content = self._slots.get(source * self._block_size + offset, -2)
-            self._slots[destination * self._block_size + offset] = content
+            content = self._kv.get(source * self._block_size + offset, -2)
+            self._kv[destination * self._block_size + offset] = content
 
-    def _slot(self, row: ScheduledRow, position: int) -> int:
+    def _kv_slot(self, row: ScheduledRow, position: int) -> int:
         return row.block_table[position // self._block_size] * self._block_size + position % self._block_size
 
 
@@ -123,7 +123,7 @@ class RaisingModel(PagedModel):
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
-        self._slots = defaultdict(lambda: -2)
+        self._kv = defaultdict(lambda: -2)
 
     def _row(self, row: ScheduledRow, *, fails: bool) -> RowResult:
         if fails:
@@ -140,7 +140,7 @@ class Driver:
         self.model = PagedModel(self.config)
         self.now_s = 0.0
         self.plans: list[StepPlan] = []
-        self.out: deque[StepPlan] = deque()
+        self.in_flight: deque[StepPlan] = deque()
         """Planned and not complete: one, or two with look-ahead."""
         self.num_wasted = 0
         """Rows whose request had ended when they came back."""
@@ -156,45 +156,45 @@ class Driver:
         self.scheduler.pool.check()
         if plan is not None:
             check_plan(plan, self.config)
-            check_pending(plan, self.out)
+            check_pending(plan, self.in_flight)
             self.plans.append(plan)
-            self.out.append(plan)
-        self.check_out()
+            self.in_flight.append(plan)
+        self.check_in_flight()
         return plan
 
     def plan_ahead(self) -> None:
-        """As many plans as may be out, as the engine does it."""
-        while len(self.out) <= self.config.num_lookahead_steps and self.plan() is not None:
+        """As many plans as may be in flight, as the engine does it."""
+        while len(self.in_flight) <= self.config.num_lookahead_steps and self.plan() is not None:
             pass
 
-    def check_out(self) -> None:
-        """Whatever has happened since they were planned, nobody else has got what the steps that are out write."""
+    def check_in_flight(self) -> None:
+        """Whatever has happened since they were planned, nobody else has got what the steps in flight write."""
         writers: dict[int, tuple[str, int]] = {}
-        for plan in self.out:
+        for plan in self.in_flight:
             for row in plan.rows:
                 blocks = row.block_table
                 assert not self.scheduler.pool.num_unreferenced(blocks), "blocks still being written are free"
                 for block in blocks[row.num_computed_tokens // self.config.block_size :]:
-                    writer = (row.request_id, row.seat)
+                    writer = (row.request_id, row.slot)
                     assert writers.setdefault(block, writer) == writer, (
                         "a block still being written has a new owner"
                     )
 
     def complete(self, plan: StepPlan, failing: Iterable[str] = (), step_time_s: float | None = None) -> None:
-        assert plan is self.out[0], "results come in the order of the plans"
+        assert plan is self.in_flight[0], "results come in the order of the plans"
         result = self.model.run(plan, failing, step_time_s)
-        self.out.popleft()
+        self.in_flight.popleft()
         self.num_wasted += sum(self.has_ended(row.request_id) for row in plan.rows)
         self.now_s += result.step_time_s
         self.scheduler.update(result, self.now_s)
         self.collect()
         self.scheduler.pool.check()
-        self.check_out()
+        self.check_in_flight()
 
     def step(self, failing: Iterable[str] = ()) -> StepPlan:
         self.plan_ahead()
-        assert self.out, "nothing to run"
-        plan = self.out[0]
+        assert self.in_flight, "nothing to run"
+        plan = self.in_flight[0]
         self.complete(plan, failing)
         return plan
 
@@ -202,11 +202,11 @@ class Driver:
         """Until nothing is left."""
         for _ in range(max_steps):
             self.plan_ahead()
-            if not self.out:
+            if not self.in_flight:
                 self.collect()
                 assert not self.scheduler.has_work, "work is left, but nothing is planned"
                 return
-            self.complete(self.out[0])
+            self.complete(self.in_flight[0])
         raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.stats()}")
 
     def collect(self) -> None:
@@ -245,9 +245,9 @@ def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
     assert 1 <= plan.num_tokens <= config.max_num_batched_tokens
     assert sorted(sizes, key=lambda size: size > 1) == sizes, "rows of one token come first"
     assert min(sizes) >= 1
-    seats = [row.seat for row in plan.rows]
-    assert len(set(seats)) == len(seats)
-    assert all(0 <= seat < config.max_num_seqs for seat in seats)
+    slots = [row.slot for row in plan.rows]
+    assert len(set(slots)) == len(slots)
+    assert all(0 <= slot < config.max_num_seqs for slot in slots)
     assert len({row.request_id for row in plan.rows}) == len(plan.rows)
     written: set[int] = set()
     for row in plan.rows:
@@ -265,11 +265,13 @@ def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
         assert written.isdisjoint(shared), "a request writes what another reads"
 
 
-def check_pending(plan: StepPlan, out: Iterable[StepPlan]) -> None:
-    """A row whose token is not known follows one that samples it, in the step that is out."""
-    sampling = {(row.request_id, row.seat) for other in out for row in other.rows if row.sampling is not None}
+def check_pending(plan: StepPlan, in_flight: Iterable[StepPlan]) -> None:
+    """A row whose token is not known follows one that samples it, in the step in flight."""
+    sampling = {
+        (row.request_id, row.slot) for other in in_flight for row in other.rows if row.sampling is not None
+    }
     for row in plan.rows:
-        assert row.is_pending == ((row.request_id, row.seat) in sampling)
+        assert row.is_pending == ((row.request_id, row.slot) in sampling)
         assert row.is_pending == (PENDING_TOKEN in row.token_ids)
         assert not (row.is_pending and row.history)
 

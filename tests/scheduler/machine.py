@@ -114,7 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @property
     def may_plan(self) -> bool:
-        return len(self.driver.out) <= self.driver.config.num_lookahead_steps
+        return len(self.driver.in_flight) <= self.driver.config.num_lookahead_steps
 
     @precondition(lambda self: self.may_plan)
     @rule()
@@ -124,13 +124,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.collect()
         if plan is not None:
             self.rows_are_wanted(plan)
-        elif has_work and not self.driver.out:
+        elif has_work and not self.driver.in_flight:
             assert not self.driver.scheduler.has_work, "work is left, but nothing is planned"
 
-    @precondition(lambda self: bool(self.driver.out))
+    @precondition(lambda self: bool(self.driver.in_flight))
     @rule(data=st.data())
     def update(self, data: st.DataObject) -> None:
-        plan = self.driver.out[0]
+        plan = self.driver.in_flight[0]
         ids = [row.request_id for row in plan.rows]
         failing = {data.draw(st.sampled_from(ids))} if data.draw(st.integers(0, 3)) == 3 else set()
         self.failed |= failing
@@ -151,8 +151,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def run_some(self) -> None:
         for _ in range(9):
-            if self.driver.out and not self.may_plan:
-                self.driver.complete(self.driver.out[0])
+            if self.driver.in_flight and not self.may_plan:
+                self.driver.complete(self.driver.in_flight[0])
             plan = self.driver.plan()
             if plan is not None:
                 self.rows_are_wanted(plan)
@@ -161,7 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         self.driver.scheduler.pool.check()
-        self.driver.check_out()
+        self.driver.check_in_flight()
         stats = self.driver.scheduler.stats()
         assert stats.free_blocks + stats.cached_blocks + stats.held_blocks == stats.total_blocks
         assert stats.num_running + stats.num_leaving <= self.driver.config.max_num_seqs
@@ -207,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class LookaheadMachine(SchedulerMachine):
-    """The same with the next step planned while one is out."""
+    """The same with the next step planned while one is in flight."""
 
     num_lookahead_steps = 1
     quick = settings(QUICK, max_examples=150)

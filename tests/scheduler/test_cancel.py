@@ -54,12 +54,12 @@ def test_hazard_cancel_during_the_step_frees_blocks_still_being_written(state: s
     before = len(driver.output("x"))
     plan = driver.plan()
     assert plan is not None
-    held, seats = driver.scheduler.stats().held_blocks, driver.scheduler.stats().num_running
+    held, slots = driver.scheduler.stats().held_blocks, driver.scheduler.stats().num_running
     assert driver.scheduler.finish("x", CANCELLED, driver.now_s)
     driver.collect()
     assert driver.finish_of("x") is CANCELLED, "reported at once, not when the step returns"
     stats = driver.scheduler.stats()
-    assert (stats.held_blocks, stats.num_leaving, stats.num_running) == (held, 1, seats - 1)
+    assert (stats.held_blocks, stats.num_leaving, stats.num_running) == (held, 1, slots - 1)
     driver.complete(plan)
     stats = driver.scheduler.stats()
     assert stats.held_blocks < held

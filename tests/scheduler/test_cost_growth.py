@@ -16,7 +16,7 @@ LINEAR = 2.2
 def make_scheduler(
     num_rows: int = 1, num_waiting: int = 0, max_tokens: int = 5000, lookahead: int = 0
 ) -> Scheduler:
-    """Requests with prompts of eight tokens; those beyond `num_rows` find no seat."""
+    """Requests with prompts of eight tokens; those beyond `num_rows` find no slot."""
     length = 8 + max_tokens
     scheduler = Scheduler(
         SchedulerConfig(

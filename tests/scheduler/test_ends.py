@@ -52,7 +52,7 @@ def ended_with_a_row_out(*, is_stopped_outside: bool = False) -> Driver:
         driver.scheduler.finish("c0", FinishReason.STOP, driver.now_s)
         driver.collect()
     assert driver.finish_of("c0") is FinishReason.STOP
-    [late] = [row for plan in driver.out for row in plan.rows if row.request_id == "c0"]
+    [late] = [row for plan in driver.in_flight for row in plan.rows if row.request_id == "c0"]
     assert late.is_pending
     return driver
 
@@ -78,7 +78,7 @@ def test_the_block_that_a_failed_row_behind_an_end_was_to_fill_cannot_be_found()
     driver.model.stop_after["a"] = 2
     driver.step()
     driver.step(failing=())
-    late = driver.out[0].rows[0]
+    late = driver.in_flight[0].rows[0]
     assert (late.request_id, late.sample_position) == ("a", 8), "it fills the second block"
     driver.step(failing={"a"})
     assert driver.scheduler.stats().cached_blocks == 1

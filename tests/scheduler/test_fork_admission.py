@@ -52,7 +52,7 @@ def test_choices_behind_a_blocked_sibling_are_not_looked_at_before_it_gets_in() 
     assert driver.is_empty()
 
 
-def test_choices_that_found_no_seat_fork_from_whichever_sibling_runs() -> None:
+def test_choices_that_found_no_slot_fork_from_whichever_sibling_runs() -> None:
     driver = Driver(make_config(max_num_seqs=2, enable_prefix_caching=False))
     specs = choices(6, max_tokens=6)
     driver.add(*specs)
@@ -67,7 +67,7 @@ def test_choices_that_found_no_seat_fork_from_whichever_sibling_runs() -> None:
     assert driver.is_empty()
 
 
-def test_static_groups_form_with_a_seat_kept_for_each_choice() -> None:
+def test_static_groups_form_with_a_slot_kept_for_each_choice() -> None:
     driver = Driver(make_config(policy=Policy.STATIC, max_num_seqs=4, max_num_batched_tokens=16))
     driver.add(
         *choices(3, range(12), 4),
@@ -81,7 +81,7 @@ def test_static_groups_form_with_a_seat_kept_for_each_choice() -> None:
     assert driver.is_empty()
 
 
-def test_a_static_group_is_not_refilled_with_choices_that_found_no_seat_in_it() -> None:
+def test_a_static_group_is_not_refilled_with_choices_that_found_no_slot_in_it() -> None:
     driver = Driver(make_config(policy=Policy.STATIC, max_num_seqs=2))
     driver.model.stop_after["c0"] = 2
     stops = frozenset((STOP,))

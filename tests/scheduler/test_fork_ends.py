@@ -135,7 +135,7 @@ def test_with_look_ahead_only_choices_that_were_planned_before_the_failure_was_k
     assert first is not None
     assert second is not None
     driver.complete(first, failing={"c0"})
-    assert driver.plan() is None, "the seats are free when the rows that are out are back"
+    assert driver.plan() is None, "the slots are free when the rows in flight have returned"
     driver.complete(second, failing={"c0"})
     third = driver.plan()
     assert third is not None

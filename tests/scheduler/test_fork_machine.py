@@ -29,7 +29,7 @@ class ModelWithNan(PagedModel):
 
     def _row(self, row: ScheduledRow, *, fails: bool) -> RowResult:
         last = row.num_computed_tokens - 1
-        is_broken = last >= 0 and self._slots[self._slot(row, last)] == BROKEN
+        is_broken = last >= 0 and self._kv[self._kv_slot(row, last)] == BROKEN
         return super()._row(row, fails=fails or is_broken)
 
 
@@ -77,9 +77,9 @@ class ForkMachine(SchedulerMachine):
         members = [spec for spec in self.specs.values() if spec.fork_group]
         self.add_member(data.draw(st.sampled_from(members)))
 
-    def prompts_out(self) -> list[str]:
+    def prompts_in_flight(self) -> list[str]:
         """Members whose prompt the next result is about."""
-        rows = self.driver.out[0].rows if self.driver.out else ()
+        rows = self.driver.in_flight[0].rows if self.driver.in_flight else ()
         specs = [(row, self.specs[row.request_id]) for row in rows]
         return [
             spec.request_id
@@ -87,15 +87,15 @@ class ForkMachine(SchedulerMachine):
             if spec.fork_group and row.num_computed_tokens < len(spec.prompt_token_ids)
         ]
 
-    @precondition(lambda self: self.prompts_out())
+    @precondition(lambda self: self.prompts_in_flight())
     @rule(data=st.data())
     def fail_prompt(self, data: st.DataObject) -> None:
         """When all that may be planned meanwhile is out: this is rare among the other rules."""
-        failing = data.draw(st.sampled_from(self.prompts_out()))
+        failing = data.draw(st.sampled_from(self.prompts_in_flight()))
         self.driver.plan_ahead()
         self.driver.collect()
         self.failed.add(failing)
-        self.driver.complete(self.driver.out[0], {failing})
+        self.driver.complete(self.driver.in_flight[0], {failing})
 
     def add_member(self, spec: RequestSpec) -> None:
         spec = replace(spec, request_id=f"r{len(self.specs)}")
@@ -152,7 +152,7 @@ MACHINES = [ForkMachine, LookaheadForkMachine, RaisingForkMachine, LookaheadRais
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_any_sequence_of_events_keeps_books_seats_and_outputs_right(machine: type[ForkMachine]) -> None:
+def test_any_sequence_of_events_keeps_books_slots_and_outputs_right(machine: type[ForkMachine]) -> None:
     machine.seen = Counter()
     run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=100))
     unseen = {"preemptions", "errors", "forks", "copies"} - {

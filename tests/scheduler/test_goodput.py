@@ -1,11 +1,11 @@
-"""Targets hold the step: decode cap, chunk size, admission, hopeless requests."""
+"""Targets hold the step: decode cap, chunk size, admission, infeasible requests."""
 
 from typing import Any
 
 import pytest
 
 from scheduler import goodput
-from scheduler.config import HopelessPolicy, SchedulerConfig
+from scheduler.config import InfeasiblePolicy, SchedulerConfig
 from scheduler.goodput import ChunkBudget, DecodeGate
 from scheduler.request import Request
 from scheduler.spec import FinishReason, ServiceClass
@@ -209,34 +209,34 @@ def test_the_cap_is_reported() -> None:
 def deadline_run(deadline_s: float, **changes: Any) -> Driver:
     driver = Driver(roomy(**changes), ready_model())
     driver.add(
-        make_spec("hopeless", 4000, 4, deadline_s=deadline_s), make_spec("other", 10, 4, arrival_s=0.1)
+        make_spec("infeasible", 4000, 4, deadline_s=deadline_s), make_spec("other", 10, 4, arrival_s=0.1)
     )
     driver.run()
     return driver
 
 
-def test_a_hopeless_request_ends_expired_before_it_burns_prefill() -> None:
+def test_an_infeasible_request_ends_expired_before_it_burns_prefill() -> None:
     driver = deadline_run(1.0)
-    assert driver.finish_of("hopeless") is FinishReason.EXPIRED
-    assert all(row.request_id != "hopeless" for plan in driver.plans for row in plan.rows)
+    assert driver.finish_of("infeasible") is FinishReason.EXPIRED
+    assert all(row.request_id != "infeasible" for plan in driver.plans for row in plan.rows)
     assert driver.finish_of("other") is FinishReason.LENGTH
 
 
 def test_a_request_that_can_meet_its_deadline_is_not_given_up() -> None:
-    assert deadline_run(6.0).finish_of("hopeless") is FinishReason.LENGTH
+    assert deadline_run(6.0).finish_of("infeasible") is FinishReason.LENGTH
 
 
-def test_control_without_the_forecast_a_hopeless_request_burns_prefill() -> None:
+def test_control_without_the_forecast_an_infeasible_request_burns_prefill() -> None:
     driver = deadline_run(1.0, enable_goodput=False)
-    assert driver.finish_of("hopeless") is FinishReason.EXPIRED
-    assert any(row.request_id == "hopeless" for plan in driver.plans for row in plan.rows)
+    assert driver.finish_of("infeasible") is FinishReason.EXPIRED
+    assert any(row.request_id == "infeasible" for plan in driver.plans for row in plan.rows)
 
 
-def test_by_policy_a_hopeless_request_goes_behind_the_others_instead() -> None:
-    driver = deadline_run(1.0, hopeless_policy=HopelessPolicy.RELEGATE)
+def test_by_policy_an_infeasible_request_goes_behind_the_others_instead() -> None:
+    driver = deadline_run(1.0, infeasible_policy=InfeasiblePolicy.RELEGATE)
     first = driver.plans[0].rows[0].request_id
     assert first == "other"
-    assert driver.finish_of("hopeless") is FinishReason.EXPIRED
+    assert driver.finish_of("infeasible") is FinishReason.EXPIRED
 
 
 def test_predicted_ttft_counts_chunks_and_neighbours() -> None:

@@ -1,4 +1,4 @@
-"""The next step planned while one is out: what each request produces stays the same, only the timing differs."""
+"""The next step planned while one is in flight: what each request produces stays the same, only the timing differs."""
 
 import random
 from dataclasses import replace
@@ -49,8 +49,8 @@ def play(config: SchedulerConfig, seed: int, *, is_measured: bool) -> Driver:
         driver.add(spec)
         if i % 3 == 0:
             driver.plan_ahead()
-            if driver.out:
-                driver.complete(driver.out[0])
+            if driver.in_flight:
+                driver.complete(driver.in_flight[0])
     driver.run()
     assert driver.is_empty()
     return driver
@@ -77,7 +77,7 @@ def test_a_decoding_row_is_planned_before_its_token_is_known() -> None:
     driver = ahead()
     driver.add(make_spec("a", 4, 3))
     driver.plan_ahead()
-    first, second = (plan.rows[0] for plan in driver.out)
+    first, second = (plan.rows[0] for plan in driver.in_flight)
     assert (second.token_ids, second.num_computed_tokens) == ((PENDING_TOKEN,), first.sample_position)
     assert (first.num_generated_tokens, second.num_generated_tokens) == (0, 1)
     assert len(second.block_table) == 2, "room for the token that is not known yet"
@@ -87,7 +87,7 @@ def test_at_most_two_steps_are_out() -> None:
     driver = ahead()
     driver.add(make_spec("a", 4, 8))
     driver.plan_ahead()
-    with pytest.raises(AssertionError, match=r"before update\(\): 2 plans are out, 1 may be"):
+    with pytest.raises(AssertionError, match=r"before update\(\): 2 plans are in flight, the limit is 1"):
         driver.scheduler.schedule(0.0)
 
 
@@ -118,7 +118,7 @@ def stopped_with_a_step_out() -> Driver:
     driver.step()
     driver.step()
     assert driver.finish_of("a") is FinishReason.STOP
-    assert [row.request_id for plan in driver.out for row in plan.rows] == ["a"]
+    assert [row.request_id for plan in driver.in_flight for row in plan.rows] == ["a"]
     return driver
 
 
@@ -128,7 +128,7 @@ def test_hazard_async_scheduling_frees_blocks_still_being_written() -> None:
     assert (stats.held_blocks, stats.num_leaving, stats.num_running) == (2, 1, 0)
     driver.add(make_spec("b", 12, 2))
     assert driver.plan() is None, "the blocks that `a` still writes are the ones that `b` needs"
-    driver.complete(driver.out[0])
+    driver.complete(driver.in_flight[0])
     assert len(driver.output("a")) == 2, "the row behind the end does not count"
     driver.run()
     assert driver.output("b") == undisturbed_output(make_spec("b", 12, 2).prompt_token_ids, 2)
@@ -182,7 +182,7 @@ def test_a_request_preempted_while_a_step_of_it_is_out_keeps_that_steps_token() 
         assert sampled == list(range(16)), "no token is sampled twice"
 
 
-def test_a_higher_class_gets_the_seat_one_step_later_and_nothing_is_lost() -> None:
+def test_a_higher_class_gets_the_slot_one_step_later_and_nothing_is_lost() -> None:
     driver = ahead(max_num_seqs=1)
     driver.add(make_spec("low", 4, 12, service_class=ServiceClass.BATCH))
     driver.step()
@@ -227,8 +227,8 @@ def test_a_request_with_two_steps_out_ends_once_and_leaves_when_both_are_back(en
         driver.scheduler.finish("a", FinishReason.CANCELLED, driver.now_s)
         driver.collect()
     leaving = []
-    while driver.out:
-        driver.complete(driver.out[0])
+    while driver.in_flight:
+        driver.complete(driver.in_flight[0])
         driver.plan()
         leaving.append(driver.scheduler.stats().num_leaving)
     driver.run()
@@ -260,7 +260,7 @@ def test_a_static_group_is_formed_when_all_of_the_former_have_left() -> None:
     ]
 
 
-def test_the_seat_of_a_request_that_waits_for_its_last_token_is_filled_a_step_later() -> None:
+def test_the_slot_of_a_request_that_waits_for_its_last_token_is_filled_a_step_later() -> None:
     """In iterations, where nothing is gained by planning ahead: what it costs at each end."""
     config = make_config(max_num_seqs=2, enable_goodput=False)
     requests = [VirtualRequest(f"r{i}", 4, num_tokens) for i, num_tokens in enumerate((3, 10, 3))]

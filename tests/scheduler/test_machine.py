@@ -1,4 +1,4 @@
-"""Any sequence of arrivals, steps, failures and cancellations keeps the books, the seats and the outputs right."""
+"""Any sequence of arrivals, steps, failures and cancellations keeps the books, the slots and the outputs right."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -29,7 +29,7 @@ EVERYTHING = {"preemptions", "prefix_hits", "errors", *FinishReason}
     [(SchedulerMachine, EVERYTHING), (LookaheadMachine, EVERYTHING | {"pending", "wasted"})],
     ids=["plain", "lookahead"],
 )
-def test_any_sequence_of_events_keeps_books_seats_and_outputs_right(
+def test_any_sequence_of_events_keeps_books_slots_and_outputs_right(
     machine: type[SchedulerMachine], wanted: set[str]
 ) -> None:
     machine.seen = Counter()

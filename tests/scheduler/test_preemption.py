@@ -104,14 +104,14 @@ def test_headroom_grows_with_preemptions_and_is_never_asked_of_an_empty_pool() -
     assert policy.headroom_blocks(2, 0, 9, 20) == 0
 
 
-def test_hazard_high_priority_waits_behind_low_once_all_seats_are_taken() -> None:
+def test_hazard_high_priority_waits_behind_low_once_all_slots_are_taken() -> None:
     driver = Driver(make_config(max_num_seqs=2))
     driver.add(*(make_spec(f"low{i}", 4, 40, service_class=BATCH) for i in range(2)))
     driver.step()
     driver.add(make_spec("high", 4, 3, service_class=INTERACTIVE, arrival_s=driver.now_s))
     plan = driver.step()
     assert {row.request_id for row in plan.rows} == {"low0", "high"}, "the later of the two gave way"
-    assert plan.released_seats == (1,)
+    assert plan.released_slots == (1,)
     driver.run()
     assert driver.output("low1") == undisturbed_output(make_spec("low1").prompt_token_ids, 40)
 
@@ -124,10 +124,10 @@ def test_control_without_priority_preemption_the_high_one_waits() -> None:
     assert {row.request_id for row in driver.step().rows} == {"low0", "low1"}
     blocked = driver.scheduler.stats().blocked
     assert blocked is not None
-    assert (blocked.request_id, blocked.reason) == ("high", "seats")
+    assert (blocked.request_id, blocked.reason) == ("high", "slots")
 
 
-def test_high_priority_takes_blocks_from_low_when_seats_are_free() -> None:
+def test_high_priority_takes_blocks_from_low_when_slots_are_free() -> None:
     driver = Driver(make_config(num_blocks=10, max_num_seqs=4))
     driver.add(*(make_spec(f"low{i}", 12, 4, service_class=BATCH) for i in range(2)))
     driver.step()
@@ -178,7 +178,7 @@ def test_victims_are_the_fewest_that_help() -> None:
     assert (stats.num_running, stats.num_preempted) == (3, 2)
 
 
-def test_an_aged_low_request_admitted_just_before_a_high_one_gives_its_seat_back_once() -> None:
+def test_an_aged_low_request_admitted_just_before_a_high_one_gives_its_slot_back_once() -> None:
     driver = Driver(make_config(max_num_seqs=1, ageing_s=1.0))
     driver.add(make_spec("first", 4, 1))
     driver.step()
@@ -187,7 +187,7 @@ def test_an_aged_low_request_admitted_just_before_a_high_one_gives_its_seat_back
     driver.add(make_spec("high", 4, 2, service_class=INTERACTIVE, arrival_s=100.0))
     plan = driver.step()
     assert [row.request_id for row in plan.rows] == ["high"]
-    assert plan.released_seats == (0,)
+    assert plan.released_slots == (0,)
     driver.run()
     assert driver.output("aged") == undisturbed_output(make_spec("aged").prompt_token_ids, 5)
 

@@ -50,17 +50,17 @@ def test_the_chunk_in_hand_is_finished_before_others_are_admitted() -> None:
     assert [len(driver.step().rows) for _ in range(3)] == [1, 1, 2]
 
 
-def test_seats_stay_with_their_request_and_are_reported_when_released() -> None:
+def test_slots_stay_with_their_request_and_are_reported_when_released() -> None:
     driver = Driver(make_config(max_num_seqs=2))
     driver.add(make_spec("a", 4, 2), make_spec("b", 4, 5), make_spec("c", 4, 2))
-    seats: dict[str, set[int]] = {}
+    slots: dict[str, set[int]] = {}
     released: list[tuple[int, ...]] = []
     while (plan := driver.plan()) is not None:
-        released.append(plan.released_seats)
+        released.append(plan.released_slots)
         for row in plan.rows:
-            seats.setdefault(row.request_id, set()).add(row.seat)
+            slots.setdefault(row.request_id, set()).add(row.slot)
         driver.complete(plan)
-    assert seats == {"a": {0}, "b": {1}, "c": {0}}
+    assert slots == {"a": {0}, "b": {1}, "c": {0}}
     assert released == [(), (), (0,), (), (0,)]
 
 
@@ -189,7 +189,7 @@ def test_log_probabilities_come_with_their_tokens() -> None:
     driver = Driver()
     driver.add(make_spec("a", 4, 3, sampling=SamplingParams(seed=0, num_logprobs=0)), make_spec("b", 4, 3))
     while driver.plan() is not None:
-        result = driver.model.run(driver.out.popleft())
+        result = driver.model.run(driver.in_flight.popleft())
         driver.scheduler.update(result, 0.0)  # updates are left to pile up
     driver.collect()
     by_id = {update.request_id: update for update in driver.updates}
@@ -212,7 +212,7 @@ def test_a_result_of_another_step_is_caught_and_changes_nothing() -> None:
     plan = driver.plan()
     assert plan is not None
     result = driver.model.run(plan)
-    with pytest.raises(AssertionError, match="step 9 came back, not 0"):
+    with pytest.raises(AssertionError, match="step 9 returned, not 0"):
         driver.scheduler.update(StepResult(9, result.rows, 0.1), 0.1)
     with pytest.raises(AssertionError, match="rows"):
         driver.scheduler.update(StepResult(0, (), 0.1), 0.1)

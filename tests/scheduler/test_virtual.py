@@ -27,8 +27,8 @@ def test_the_worked_example(lengths: list[int], policy: Policy, iterations: int,
     assert [len(outcome.token_times_s) for outcome in run.outcomes.values()] == lengths
 
 
-def test_seats_by_iteration_show_who_sat_where() -> None:
-    rows = [iteration.seats for iteration in run_lengths(VARIED, 4, Policy.CONTINUOUS).iterations]
+def test_slots_by_iteration_show_who_sat_where() -> None:
+    rows = [iteration.slots for iteration in run_lengths(VARIED, 4, Policy.CONTINUOUS).iterations]
     assert rows[1] == ("r0", "r1", "r2", "r3")
     assert rows[2] == ("r0", "r4", "r5", "r6")
     assert rows[6] == ("r0", "r4", "r7", None)

@@ -98,13 +98,13 @@ class Sampler:
 
     def _slot(self, row: ScheduledRow) -> Slot:
         params = row.params
-        slot = self._slots.get(row.seat)
+        slot = self._slots.get(row.slot)
         if (
             slot is None
             or row.history is not None
             or not (slot.sampling is params or slot.sampling == params)
         ):
-            slot = self._slots[row.seat] = Slot(params, self._vocab_size)
+            slot = self._slots[row.slot] = Slot(params, self._vocab_size)
         if row.history is not None and params.has_penalties:
             slot.load_history(row.history, self._vocab_size)
         assert slot.counts is not None or slot.error or not params.has_penalties, (

@@ -55,7 +55,7 @@ def prepare(row: ScheduledRow, vocab_size: int, error: str | None) -> RowParams:
         top_k=params.top_k if params.top_k < vocab_size else 0,
         seed=params.seed,
         position=row.sample_position,
-        slot=row.seat,
+        slot=row.slot,
         has_penalties=has_penalties,
         bias=bias,
         history=_counts_of(*row.history) if has_penalties and row.history is not None else {},

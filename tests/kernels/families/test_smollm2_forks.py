@@ -129,8 +129,8 @@ class Run:
             assert plan is not None
             self.plans.append(plan)
             # The first plan releases the slots of the previous run.
-            released = tuple(range(8)) if first else plan.released_seats
-            plan, first = self.before(scheduler, replace(plan, released_seats=released)), False
+            released = tuple(range(8)) if first else plan.released_slots
+            plan, first = self.before(scheduler, replace(plan, released_slots=released)), False
             scheduler.update(self.after(plan, self.runner.step(plan)), now_s)
             self._collect(scheduler)
             scheduler.pool.check()

@@ -25,7 +25,7 @@ def rows_strategy(draw: st.DrawFn) -> list[ScheduledRow]:
         rows.append(
             ScheduledRow(
                 request_id=str(slot),
-                seat=slot,
+                slot=slot,
                 token_ids=tuple(draw(st.lists(st.integers(0, 99), min_size=num_tokens, max_size=num_tokens))),
                 num_computed_tokens=computed,
                 block_table=tuple(draw(st.permutations(range(1, 20)))[:num_blocks]),

@@ -228,7 +228,7 @@ def test_plan_without_sampled_rows_and_plan_without_rows(folder: Path) -> None:
 
     (row,) = runner.step(StepPlan(1, (ScheduledRow("a", 0, (1, 2), 0, (1,), None, 0),))).rows
     assert (row.token_id, row.error) == (None, None)
-    assert runner.step(StepPlan(2, (), released_seats=(0,))).rows == ()
+    assert runner.step(StepPlan(2, (), released_slots=(0,))).rows == ()
 
 
 def test_warmup_changes_no_tokens(folder: Path, expected: dict[str, list[int]]) -> None:

@@ -45,7 +45,7 @@ def next_row(row: ScheduledRow, token_id: int) -> ScheduledRow:
         row,
         token_ids=(token_id,),
         num_computed_tokens=row.sample_position,
-        block_table=table(row.seat, row.sample_position + 1),
+        block_table=table(row.slot, row.sample_position + 1),
         num_generated_tokens=row.num_generated_tokens + 1,
         history=None,
     )
@@ -78,7 +78,7 @@ def steps_behind_a_failure(runner: Runner, *, fails: bool) -> list[tuple[RowResu
     for step_id in range(3):
         begun.append(runner.begin(StepPlan(step_id, tuple(rows))))
         rows = [next_row(row, PENDING_TOKEN) for row in rows]
-        rows.sort(key=lambda row: row.seat)
+        rows.sort(key=lambda row: row.slot)
     return [step.wait().rows for step in begun]
 
 
@@ -96,7 +96,7 @@ def test_a_prompt_that_contains_the_pending_number_is_the_jobs_error(load: Calla
     alone = ScheduledRow("x", 0, (PENDING_TOKEN,), 0, (0,), GREEDY, 0)
     resumed = replace(alone, num_computed_tokens=0, num_generated_tokens=1)
     for row in (alone, resumed):
-        (result,) = runner.step(StepPlan(1, (row,), released_seats=(0,))).rows
+        (result,) = runner.step(StepPlan(1, (row,), released_slots=(0,))).rows
         assert "token -1 is outside the vocabulary" in (result.error or "")
 
 

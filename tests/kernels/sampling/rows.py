@@ -20,7 +20,7 @@ def make_row(
 ) -> ScheduledRow:
     return ScheduledRow(
         request_id=f"r{slot}",
-        seat=slot,
+        slot=slot,
         token_ids=(0,),
         num_computed_tokens=position - 1,
         block_table=(0,),

@@ -41,7 +41,7 @@ def regex(pattern: str) -> str:
 def row(params: SamplingParams, generated: list[int], *, slot: int = 0) -> ScheduledRow:
     return ScheduledRow(
         request_id=f"r{slot}",
-        seat=slot,
+        slot=slot,
         token_ids=(generated[-1] if generated else 70,),
         num_computed_tokens=6 + len(generated),
         block_table=(0,),

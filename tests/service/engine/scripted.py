@@ -20,7 +20,7 @@ def pending(request_id: str) -> ScheduledRow:
 
 def plan(*request_ids: str) -> StepPlan:
     return StepPlan(
-        7, tuple(row(request_id) for request_id in request_ids), released_seats=(3,), block_copies=((1, 2),)
+        7, tuple(row(request_id) for request_id in request_ids), released_slots=(3,), block_copies=((1, 2),)
     )
 
 

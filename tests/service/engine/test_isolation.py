@@ -21,10 +21,10 @@ def test_a_row_that_breaks_the_step_fails_alone() -> None:
     assert (result.step_id, num_raised) == (7, 1)
 
 
-def test_rows_that_run_alone_find_blocks_copied_and_seats_released_whichever_of_them_raises() -> None:
+def test_rows_that_run_alone_find_blocks_copied_and_slots_released_whichever_of_them_raises() -> None:
     seen: list[StepPlan] = []
     run_row_by_row(Scripted(recorded(seen, poisoned_by("bad"))), plan("bad", "good"), None)
-    assert [(len(p.rows), p.released_seats, p.block_copies) for p in seen] == [
+    assert [(len(p.rows), p.released_slots, p.block_copies) for p in seen] == [
         (0, (3,), ((1, 2),)),
         (1, (), ()),
         (1, (), ()),
@@ -45,7 +45,7 @@ def test_rows_that_run_alone_get_their_pending_token_from_the_step_before() -> N
     assert [r.error for r in result.rows] == [None, PREDECESSOR_FAILED, None]
 
 
-def test_a_step_of_which_no_row_can_run_still_copies_blocks_and_releases_seats() -> None:
+def test_a_step_of_which_no_row_can_run_still_copies_blocks_and_releases_slots() -> None:
     seen: list[StepPlan] = []
     before = StepResult(6, (RowResult("a", error="broken"),), 0.0)
     run_row_by_row(Scripted(recorded(seen)), replace(plan(), rows=(pending("a"),)), before)

@@ -19,7 +19,7 @@ from service.worker.job_table import JobTable
 
 MAX_NUM_SEQS = 64
 READ_AHEAD = 2 * MAX_NUM_SEQS
-"""Requests: those that get a seat and as many that wait for one."""
+"""Requests: those that get a slot and as many that wait for one."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Worker:
             self.table.remove(run)
 
 
-def test_jobs_of_one_choice_fill_seats_and_read_ahead() -> None:
+def test_jobs_of_one_choice_fill_slots_and_read_ahead() -> None:
     worker = Worker()
     assert worker.credit() == READ_AHEAD
     runs = [worker.fetch(1) for _ in range(100)]
