@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from scheduler.config import ClassTargets
 from scheduler.spec import ServiceClass
 from service.engine.engine import Engine
-from service.grammar import GrammarGate
+from service.grammar import GrammarValidator
 from service.ingest.delivery import Delivery
 from service.ingest.producer import ResultProducer
 from service.metrics import Metrics
@@ -44,7 +44,7 @@ class Context:
     metrics: Metrics
     complete: Callable[[Delivery], None]
     """Tell the consumer that a record is settled."""
-    grammars: GrammarGate
+    grammars: GrammarValidator
     prompts: PromptEncoder
     wall_clock: Callable[[], float]
     """Seconds since 1970 as the deployment counts them."""

@@ -13,7 +13,7 @@ from tokenizers import decoders
 
 from service.errors import JobError, SettingsError
 from service.text import ByteTokenizer, ModelTokenizer, load_tokenizer
-from service.wire.token_names import token_bytes
+from service.wire.common import token_bytes
 from tests.service.text import tiny
 
 ROUND_TRIPS = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=30)
