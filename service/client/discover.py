@@ -1,6 +1,6 @@
 """Where Kafka and Redis are: what the environment says, or a running embedded pair of the same user."""
 
-from service.embedded import registry
+from service.embedded import announcements
 from service.settings import Settings, load_settings
 
 
@@ -12,7 +12,7 @@ def client_settings() -> Settings:
     settings = load_settings()
     if settings.model_fields_set & {"kafka_bootstrap", "redis_url"}:
         return settings
-    running = registry.find_running()
+    running = announcements.find_running()
     if running is None:
         return settings
     return settings.model_copy(

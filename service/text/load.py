@@ -6,10 +6,11 @@ from typing import Any
 
 import tokenizers
 
+from kernels.errors import ModelFileError
+from kernels.weights.gguf_file import read_gguf_metadata
 from service.errors import SettingsError
 from service.text import gguf_tokenizer
 from service.text.chat_template import ChatTemplate
-from service.text.gguf_metadata import read_gguf_metadata
 from service.text.tokenizer import ByteTokenizer, ModelTokenizer, Tokenizer
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -37,7 +38,10 @@ def load_tokenizer(model_path: Path | None) -> Tokenizer:
 
 
 def _from_gguf(path: Path) -> ModelTokenizer:
-    metadata = read_gguf_metadata(path)
+    try:
+        metadata = read_gguf_metadata(path)
+    except ModelFileError as error:
+        raise SettingsError(f"model: {error}") from None
     ends = gguf_tokenizer.end_token_ids(metadata)
     if not gguf_tokenizer.can_build(metadata):
         return _from_transformers(path.parent, gguf_file=path.name, end_token_ids=ends)

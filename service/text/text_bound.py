@@ -1,6 +1,5 @@
 """How few tokens a text can become, told without tokenizing it."""
 
-import json
 import unicodedata
 from typing import Any, Final, Literal
 
@@ -8,7 +7,7 @@ import tokenizers
 from tokenizers import models
 
 from service.errors import JobError
-from service.text.vocabulary import BYTE_LEVEL_ALPHABET
+from service.text.vocabulary import BYTE_LEVEL_ALPHABET, steps_of
 
 _KEEPING_PRE_TOKENIZERS: Final = frozenset({"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation"})
 """Those that cut text and, unless they are told to, remove nothing of it."""
@@ -30,12 +29,12 @@ class TextBound:
         """Takes a tenth of a second for a large vocabulary."""
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder().values()
-        normalizers = _steps(tokenizer.normalizer, "normalizers")
-        pre_tokenizers = _steps(tokenizer.pre_tokenizer, "pretokenizers")
+        steps = steps_of(tokenizer)
+        normalizers, pre_tokenizers = steps["normalizer"], steps["pre_tokenizer"]
         forms = [form for step in normalizers for form in _COMPOSING_NORMALIZERS if step["type"] == form]
         self._form = forms[0] if forms else None
         self._swallows_space = any(token.lstrip or token.rstrip for token in added)
-        unknown = _unknown_bytes(tokenizer, vocabulary)
+        unknown = _unknown_bytes(tokenizer, vocabulary, [*pre_tokenizers, *normalizers])
         self._lost = [chr(byte) for byte in sorted(unknown or ()) if byte < 0x80]
         """Characters that leave no token: some vocabularies lack a few control characters."""
         keeps_all = (
@@ -76,19 +75,6 @@ def too_long(field: str, num_chars: int, max_tokens: int, max_chars_per_token: i
     )  # fmt: skip
 
 
-def _steps(part: Any, inner: str) -> list[dict[str, Any]]:
-    if part is None:
-        return []
-    described: dict[str, Any] = json.loads(part.__getstate__())
-    return _flattened(described, inner)
-
-
-def _flattened(step: dict[str, Any], inner: str) -> list[dict[str, Any]]:
-    if step["type"] != "Sequence":
-        return [step]
-    return [each for part in step[inner] for each in _flattened(part, inner)]
-
-
 def _normalizer_keeps_all(step: dict[str, Any]) -> bool:
     if step["type"] == "Replace":
         pattern = step["pattern"].get("String")
@@ -100,14 +86,15 @@ def _pre_tokenizer_keeps_all(step: dict[str, Any]) -> bool:
     return step["type"] in _KEEPING_PRE_TOKENIZERS and step.get("behavior") != "Removed"
 
 
-def _unknown_bytes(tokenizer: tokenizers.Tokenizer, vocabulary: dict[str, int]) -> set[int] | None:
+def _unknown_bytes(
+    tokenizer: tokenizers.Tokenizer, vocabulary: dict[str, int], steps: list[dict[str, Any]]
+) -> set[int] | None:
     """Bytes that are no tokens, which vanish or run together in one unknown token. None: it is not bytes that count."""
     if not isinstance(tokenizer.model, models.BPE):
         return None
     if tokenizer.model.byte_fallback:
         names = {byte: f"<0x{byte:02X}>" for byte in range(256)}
     else:
-        steps = _steps(tokenizer.pre_tokenizer, "pretokenizers") + _steps(tokenizer.normalizer, "normalizers")
         if not any(step["type"] == "ByteLevel" for step in steps):
             return None
         names = {byte: letter for letter, byte in BYTE_LEVEL_ALPHABET.items()}

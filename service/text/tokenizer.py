@@ -12,7 +12,7 @@ from service.text.detokenizer import Detokenizer
 from service.text.markers import Markers
 from service.text.text_bound import TextBound, too_long
 from service.text.vocabulary import Vocabulary
-from service.wire.token_names import token_name
+from service.wire.common import token_name
 
 # Tokens by which chat models end a turn or a document, whatever their configuration names as the end.
 _KNOWN_ENDS: Final = (

@@ -3,13 +3,20 @@
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import tokenizers
+from tokenizers import models
 
 from service.errors import SettingsError
-from service.wire.token_names import token_name
+from service.wire.common import token_name
 
+_INNER_NAMES: Final = {
+    "normalizer": "normalizers",
+    "pre_tokenizer": "pretokenizers",
+    "decoder": "decoders",
+}
+"""The key under which a sequence of each kind lists its steps."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>\Z")
 
 
@@ -86,11 +93,28 @@ def _is_marker(name: str) -> bool:
     return name.startswith(("<|", "<｜"))
 
 
+def steps_of(tokenizer: tokenizers.Tokenizer) -> dict[str, list[dict[str, Any]]]:
+    """Describe the steps of `normalizer`, `pre_tokenizer` and `decoder`, as `tokenizer.json` writes them."""
+    # Without the vocabulary, whose text would take a second for a large one.
+    shell = tokenizers.Tokenizer(models.BPE())
+    for part in _INNER_NAMES:
+        setattr(shell, part, getattr(tokenizer, part))
+    described: dict[str, Any] = json.loads(shell.to_str())
+    return {part: _flattened(described[part], inner) for part, inner in _INNER_NAMES.items()}
+
+
+def _flattened(step: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
+    if step is None:
+        return []
+    if step["type"] != "Sequence":
+        return [step]
+    return [each for part in step[inner] for each in _flattened(part, inner)]
+
+
 def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     if tokenizer.decoder is None:
         raise SettingsError("model: its tokenizer has no decoder, so tokens cannot be turned into text")
-    decoder: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
-    steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    steps = steps_of(tokenizer)["decoder"]
     for step in steps:
         if not _is_understood(step):
             raise SettingsError(

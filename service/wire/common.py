@@ -1,6 +1,7 @@
 """Values that events and results share."""
 
 import hashlib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
@@ -18,6 +19,7 @@ Count = Annotated[int, Field(ge=0)]
 Id = Annotated[str, Field(pattern=limits.ID_PATTERN)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
+_BYTES: Final = re.compile(r"bytes:((?:\\x[0-9a-f]{2})+)\Z")
 MIN_LOGPROB: Final = -9999.0
 """Stands for minus infinity, which JSON cannot write."""
 
@@ -72,6 +74,37 @@ class TokenLogprob:
     token_id: Count
     logprob: float
     top: tuple[TopLogprob, ...] = ()
+
+
+def token_name(data: bytes) -> str:
+    """The text of a token's bytes. A character may be cut over several tokens, and a part of one has no text."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def token_bytes(name: str) -> bytes:
+    """The bytes that `token_name` was given."""
+    match = _BYTES.match(name)
+    return bytes.fromhex(match[1].replace("\\x", "")) if match else name.encode()
+
+
+def distinct_names(tokens: Iterable[tuple[int, str]]) -> dict[int, str]:
+    """Names by id, all different: of tokens that share one the first keeps it and the others show their ids.
+
+    `A` as a piece and `A` as a byte are two tokens, with a log-probability each.
+    """
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    for token_id, name in tokens:
+        if token_id in names:
+            continue
+        while name in taken:
+            name += f" (token_id:{token_id})"
+        taken.add(name)
+        names[token_id] = name
+    return names
 
 
 def finite_logprob(logprob: float) -> float:

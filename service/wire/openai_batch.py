@@ -10,12 +10,11 @@ from pydantic import ValidationError
 
 from service.errors import JobError
 from service.wire import limits
-from service.wire.common import TokenLogprob, TopLogprob
+from service.wire.common import TokenLogprob, TopLogprob, distinct_names, token_bytes
 from service.wire.job import JOB_FIELDS, Job
 from service.wire.openai_fields import REQUEST_FIELDS, is_empty
 from service.wire.refusals import describe, job_error, unknown_field
 from service.wire.result import Choice, Result
-from service.wire.token_names import distinct_names, token_bytes
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"

@@ -9,7 +9,7 @@ from scheduler.plan import StepPlan, StepResult
 from service.connect import kafka_config, stream_config
 from service.engine import Engine, StepThread, make_engine
 from service.engine.build import class_targets
-from service.grammar import GrammarGate
+from service.grammar import GrammarValidator
 from service.ingest.consumer import JobConsumer
 from service.ingest.producer import ResultProducer
 from service.metrics import Metrics
@@ -52,7 +52,7 @@ class Parts:
     flow: JobFlow
     table: JobTable
     observer: Observer
-    grammars: GrammarGate
+    grammars: GrammarValidator
 
 
 def end_token_ids(runner: Runner, tokenizer: Tokenizer) -> frozenset[int]:
@@ -109,7 +109,7 @@ def assemble(
         on_lost=lambda partitions: parts.flow.on_lost(partitions),
         credit=credit,
     )
-    grammars = GrammarGate(loaded.grammars)
+    grammars = GrammarValidator(loaded.grammars)
     prompts = PromptEncoder(loaded.tokenizer, text_lanes, max_tokens=loaded.runner.max_model_len)
     builder = RequestBuilder(
         model_limits(settings, loaded), class_targets(settings), loaded.tokenizer, prompts, grammars

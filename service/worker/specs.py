@@ -7,7 +7,7 @@ from scheduler.config import ClassTargets
 from scheduler.plan import SamplingParams
 from scheduler.spec import Rejection, RequestSpec, ServiceClass
 from service.errors import JobError
-from service.grammar import GrammarGate
+from service.grammar import GrammarValidator
 from service.text.tokenizer import Tokenizer
 from service.wire import Job
 from service.worker.job_run import ChoiceRun, JobRun, Targets
@@ -35,7 +35,7 @@ class RequestBuilder:
         targets: Mapping[ServiceClass, ClassTargets],
         tokenizer: Tokenizer,
         prompts: PromptEncoder,
-        grammars: GrammarGate,
+        grammars: GrammarValidator,
     ) -> None:
         self._limits = limits
         self._targets = targets

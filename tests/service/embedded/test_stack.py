@@ -16,7 +16,7 @@ import redis.asyncio as redis
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, OffsetAndMetadata, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from service.embedded import registry
+from service.embedded import announcements
 from service.embedded.stack import EmbeddedStack
 from service.errors import DependencyError
 
@@ -86,17 +86,19 @@ async def test_memory_only_nothing_is_left_on_disk(tmp_path: Path, monkeypatch: 
 
 
 async def test_running_pair_is_found_and_forgotten() -> None:
-    assert registry.find_running() is None
+    assert announcements.find_running() is None
     async with EmbeddedStack() as stack:
-        found = registry.find_running()
+        found = announcements.find_running()
         assert found is not None
         assert (found.kafka_bootstrap, found.redis_url) == (stack.kafka_bootstrap, stack.redis_url)
-    assert registry.find_running() is None
+    assert announcements.find_running() is None
 
 
 def test_stale_file_of_a_reused_pid_is_not_believed() -> None:
-    path = registry.announce(registry.Endpoints("127.0.0.1:1", "redis://127.0.0.1:2/0", os.getpid(), 1))
-    assert registry.find_running() is None
+    path = announcements.announce(
+        announcements.Endpoints("127.0.0.1:1", "redis://127.0.0.1:2/0", os.getpid(), 1)
+    )
+    assert announcements.find_running() is None
     assert not path.exists()
 
 
@@ -105,7 +107,7 @@ def test_runtime_folder_that_cannot_be_made_is_made_elsewhere(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/proc")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert registry.runtime_folder() == tmp_path / f"tailrace-{os.getuid()}"
+    assert announcements.runtime_folder() == tmp_path / f"tailrace-{os.getuid()}"
 
 
 async def test_pair_that_cannot_be_announced_is_one_clear_error(tmp_path: Path) -> None:
@@ -133,8 +135,8 @@ def test_supervisor_whose_parent_is_gone_ends_quietly(tmp_path: Path) -> None:
 def test_runtime_folder_readable_by_others_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tailrace").mkdir(mode=0o755)
     with pytest.raises(PermissionError, match="0700"):
-        registry.runtime_folder()
-    assert registry.find_running() is None
+        announcements.runtime_folder()
+    assert announcements.find_running() is None
 
 
 async def test_two_pairs_live_side_by_side() -> None:
@@ -175,7 +177,7 @@ def test_no_orphan_after_kill_dash_nine(victim: str) -> None:
 
 
 def _runs(pid: int) -> bool:
-    return registry.start_ticks(pid) is not None
+    return announcements.start_ticks(pid) is not None
 
 
 def _until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:

@@ -13,7 +13,7 @@ from tokenizers import decoders
 
 from service.errors import JobError, SettingsError
 from service.text import ByteTokenizer, ModelTokenizer, load_tokenizer
-from service.wire.token_names import token_bytes
+from service.wire.common import token_bytes
 from tests.service.text import tiny
 
 ROUND_TRIPS = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=30)
@@ -275,11 +275,15 @@ def test_gguf_names_its_ends_template_and_opening_token(tmp_path: Path) -> None:
     ("data", "message"),
     [
         (b"PK\x03\x04", "is not a GGUF file"),
-        (b"GGUF" + struct.pack("<IQQ", 9, 0, 0), "version 9 is not 2 or 3"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), "a count of .* is above the limit"),
-        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 40), "runs past the end"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1), "is a broken GGUF file"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + gguf_string("k") + struct.pack("<I", 99), "value type 99"),
+        (b"GGUF" + struct.pack("<IQQ", 9, 0, 0), "GGUF version 9 is not supported"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), "metadata keys; the limit is 65536"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 40), "is truncated"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1), "is truncated"),
+        (b"", "is empty"),
+        (
+            b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + gguf_string("k") + struct.pack("<I", 99),
+            "unknown metadata type 99",
+        ),
     ],
 )
 def test_broken_gguf_is_the_operators_error(tmp_path: Path, data: bytes, message: str) -> None:

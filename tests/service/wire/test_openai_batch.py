@@ -24,7 +24,7 @@ from service.wire import (
     parse_job,
     parse_result,
 )
-from service.wire.token_names import distinct_names, token_name
+from service.wire.common import distinct_names, token_name
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -7,7 +7,7 @@ from typing import Any, cast
 from scheduler.config import ClassTargets
 from scheduler.spec import FinishReason, Rejection, RequestSpec, ServiceClass
 from service.engine.engine import Engine
-from service.grammar import GrammarGate
+from service.grammar import GrammarValidator
 from service.ingest.delivery import Delivery
 from service.ingest.producer import ResultProducer, WithdrawnError
 from service.metrics import Metrics
@@ -158,7 +158,7 @@ class FakeWorker:
             {each: ClassTargets() for each in ServiceClass},
             tokenizer,
             PromptEncoder(tokenizer, lanes, max_tokens=4096),
-            GrammarGate(None),
+            GrammarValidator(None),
         )
         edges = Edges(
             names=Names("w", "results", "dead-letter", 1 << 20, 10),

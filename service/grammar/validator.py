@@ -1,4 +1,4 @@
-"""Lets grammars through to the engine only after they compiled in a process that could be killed."""
+"""Validates grammars: a grammar reaches the engine only after it has compiled in a process that can be killed."""
 
 import asyncio
 import json
@@ -6,67 +6,90 @@ import signal
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import structlog
 
-from kernels.grammar import LIMITS, GrammarError, Grammars, short_error
+from kernels.grammar import LIMITS, GrammarError, Grammars, TokenVocabulary, short_error
 from service.errors import InternalError, JobError
 from service.grammar.formats import Grammar, grammar_of
+from service.text.tokenizer import Tokenizer
 from service.wire import Job
 from service.wire.limits import MAX_SHOWN_CHARS
 
 log = structlog.get_logger(__name__)
 
-_TRIAL: Final = Path(__file__).with_name("trial.py")
+_SANDBOX: Final = Path(__file__).with_name("sandbox.py")
 _MAX_ANSWER_BYTES: Final = 1 << 20
 """llguidance's messages repeat the grammar (at most 64 KiB) a few times over."""
 
-
 _ONE_OF: Final = "oneOf constraints are not supported"
-_ONE_OF_IN_OUR_WORDS: Final = (
-    "oneOf is followed only where no value can match two of its schemas; anyOf always is"
-)
-"""llguidance advises to set one of its options, which no job can."""
+_ONE_OF_ADVICE: Final = "oneOf is followed only where no value can match two of its schemas; anyOf always is"
+"""Replaces llguidance's advice to set one of its options, which a job cannot do."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """Usual grammars compile in 1 to 30 ms; a schema of 1,500 optional properties takes 0.2 s."""
+    """What compiling one grammar may cost.
+
+    Common grammars compile in 1 to 30 ms; a schema of 1,500 optional properties takes 0.2 s.
+    """
 
     cpu_s: float = 1.0
-    """Processor time for one grammar: a busy machine does not turn good ones down."""
+    """Processor time for one grammar, so that a busy machine does not refuse good grammars."""
     wall_s: float = 30.0
-    """For a process that gets no processor, and for starting one."""
+    """Wall-clock time for a sandbox that gets no processor time, and for starting one."""
     memory_bytes: int = 1 << 30
     max_verdicts: int = 256
-    """Remembered; each takes a grammar's text (at most 64 KiB) and a line: 16 MiB."""
+    """Verdicts that are kept. Each takes a grammar's text (at most 64 KiB) and a line: 16 MiB together."""
+
+
+def load_grammars(tokenizer: Tokenizer, eos_token_ids: AbstractSet[int], vocab_size: int) -> Grammars | None:
+    """Give a loaded model's vocabulary to the grammar library. Takes about 0.3 s.
+
+    Returns None for a model that knows no end of sequence: no grammar could end there.
+    """
+    if not eos_token_ids:
+        return None
+    # An end id is never text, even where the model's files do not mark it as special.
+    token_bytes = [
+        b"" if token_id in eos_token_ids else tokenizer.token_bytes(token_id)
+        for token_id in range(tokenizer.vocab_size)
+    ]
+    return Grammars(TokenVocabulary(token_bytes, frozenset(eos_token_ids)), vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What is wrong with a grammar."""
+    """Says what is wrong with a grammar."""
 
     reason: str
     limit: str | None = None
-    """What it would take too much of. None: the grammar itself is wrong, however long it may take."""
+    """What the grammar exceeds. None: the grammar itself is wrong."""
 
 
-class GrammarGate:
-    """Event loop only. One trial at a time, in arrival order; a bad grammar holds up later ones for `cpu_s` at most."""
+class GrammarValidator:
+    """Validates one grammar at a time, in arrival order. Event loop only.
+
+    A bad grammar delays later ones by `cpu_s` at most.
+    """
 
     def __init__(self, grammars: Grammars | None, limits: GrammarLimits = GrammarLimits()) -> None:
-        """Without grammars (a model that knows no end of sequence) every job that has one is refused."""
+        """Without `grammars` (the model knows no end of sequence) every job that asks for a grammar is refused."""
         self._grammars = grammars
         self._limits = limits
-        self._trial = _Trial(limits)
-        self._turn = asyncio.Lock()
+        self._sandbox = _Sandbox(limits)
+        self._lock = asyncio.Lock()
         self._verdicts: OrderedDict[str, Refusal | None] = OrderedDict()
 
     async def admit(self, job: Job) -> str | None:
-        """The grammar's text, compiled and ready for the engine; None for plain text. Raises JobError."""
+        """Return the text of the job's grammar, compiled and ready for the engine; None for plain text.
+
+        Raises JobError for a grammar that is refused, InternalError when the sandbox does not start.
+        """
         grammar = grammar_of(job.response_format, job.id)
         if grammar is None:
             return None
@@ -89,14 +112,15 @@ class GrammarGate:
         return grammar.text
 
     async def close(self) -> None:
-        await self._trial.end()
+        """End the sandbox."""
+        await self._sandbox.end()
 
     async def _verdict(self, text: str) -> Refusal | None:
-        async with self._turn:
+        async with self._lock:
             if text in self._verdicts:
                 self._verdicts.move_to_end(text)
                 return self._verdicts[text]
-            verdict = self._verdicts[text] = await self._trial.run(text)
+            verdict = self._verdicts[text] = await self._sandbox.run(text)
             if len(self._verdicts) > self._limits.max_verdicts:
                 self._verdicts.popitem(last=False)
             return verdict
@@ -119,15 +143,15 @@ def _refusal(prepare: Callable[[str], None], text: str) -> Refusal | None:
     return None
 
 
-class _Trial:
-    """The process, started when it is first needed and again after each end."""
+class _Sandbox:
+    """The child process that compiles grammars: started when it is first needed, and again after it ended."""
 
     def __init__(self, limits: GrammarLimits) -> None:
         self._limits = limits
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self, text: str) -> Refusal | None:
-        """What is wrong with the grammar, or None. Raises InternalError when no process can be had."""
+        """Return what is wrong with the grammar, or None. Raises InternalError when the process does not start."""
         process = self._process or await self._start()
         try:
             async with asyncio.timeout(self._limits.wall_s):
@@ -141,12 +165,12 @@ class _Trial:
             await self.end()
             return Refusal("it did not compile in time", f"compiles within {self._limits.wall_s:g} s")
         except BaseException:
-            # Nobody will read this answer, and the next grammar must not get it.
+            # The answer may still come, and must not be taken for the next grammar's.
             await asyncio.shield(self.end())
             raise
         if answer is None:
             return None
-        return Refusal(_ONE_OF_IN_OUR_WORDS if answer.startswith(_ONE_OF) else short_error(answer))
+        return Refusal(_ONE_OF_ADVICE if answer.startswith(_ONE_OF) else short_error(answer))
 
     async def end(self) -> None:
         process, self._process = self._process, None
@@ -166,7 +190,7 @@ class _Trial:
         arguments = (str(self._limits.cpu_s), str(self._limits.memory_bytes), json.dumps(limits))
         try:
             process = self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", str(_TRIAL), *arguments,
+                sys.executable, "-I", str(_SANDBOX), *arguments,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
                 limit=_MAX_ANSWER_BYTES,
             )  # fmt: skip

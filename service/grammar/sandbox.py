@@ -1,7 +1,7 @@
-"""Compiles grammars in a process that may be killed. Run as a script; imports llguidance and nothing of ours.
+"""Compiles grammars in a process that may be killed. Runs as a script and imports only llguidance.
 
-One JSON line in for each grammar, one out with what is wrong with it (null: nothing). Processor time beyond the limit
-ends the process (SIGPROF), as does memory beyond its limit; either tells the parent enough.
+Reads one JSON line for each grammar and answers with one line that says what is wrong with it (null: nothing).
+Exceeding the limit on processor time (SIGPROF) or on memory ends the process, which the parent takes as the verdict.
 """
 
 import contextlib
@@ -18,24 +18,26 @@ _NUM_BYTES = 8
 
 def main(cpu_limit_s: float, memory_limit_bytes: int, limits: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit; the one on processor time stays
+    with contextlib.suppress(
+        ValueError, OSError
+    ):  # macOS has no such limit; the limit on processor time holds there
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
-    # Bytes as tokens: what a grammar costs to compile does not depend on the vocabulary.
+    # Bytes serve as tokens: the cost of compiling a grammar does not depend on the vocabulary.
     tokenizer = LLTokenizer("byte")
     parser_limits = LLParserLimits(verbose_errors=False, **limits)
     _answer("ready")
     for line in sys.stdin.buffer:
         text = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
-        error = trial_error(tokenizer, text, parser_limits)
+        error = compile_error(tokenizer, text, parser_limits)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         _answer(error)
 
 
-def trial_error(tokenizer: LLTokenizer, text: str, limits: LLParserLimits) -> str | None:
-    """What llguidance says against the grammar, or against the first bytes of one text that follows it.
+def compile_error(tokenizer: LLTokenizer, text: str, limits: LLParserLimits) -> str | None:
+    """Compile the grammar, follow it for a few bytes and return llguidance's error, if any.
 
-    That nothing matches shows at the first byte; too many alternatives at once, at the second.
+    A grammar that matches nothing fails at the first byte; one with too many alternatives at once, at the second.
     """
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
     for _ in range(_NUM_BYTES):

@@ -1,4 +1,4 @@
-"""How other commands of the same user find a running embedded pair: one small file per pair."""
+"""Lets other commands of the same user find a running embedded pair: one small file per pair."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MAX_ENTRIES = 64
-"""Files looked at; stale ones are removed on the way."""
+"""Files that a search reads; it removes stale ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,14 @@ class Endpoints:
     redis_url: str
     supervisor_pid: int
     started_ticks: int
-    """When that process started, in clock ticks since boot: a pid alone may be somebody else's by now."""
+    """When that process started, in clock ticks since boot: another process may have the same pid by now."""
 
 
 def runtime_folder() -> Path:
-    """Per-user and not readable by others; in XDG_RUNTIME_DIR where that can hold it."""
+    """Return a folder that only this user can read, in XDG_RUNTIME_DIR where that is writable.
+
+    Raises PermissionError for a folder of another owner or mode, OSError when it cannot be made.
+    """
     folder = Path(tempfile.gettempdir()) / f"tailrace-{os.getuid()}"
     if base := os.environ.get("XDG_RUNTIME_DIR"):
         with contextlib.suppress(OSError):
@@ -36,6 +39,7 @@ def runtime_folder() -> Path:
 
 
 def announce(endpoints: Endpoints) -> Path:
+    """Write the pair's file and return its path. Raises OSError."""
     path = runtime_folder() / f"embedded-{endpoints.supervisor_pid}.json"
     scratch = path.with_suffix(".new")
     scratch.write_text(json.dumps(asdict(endpoints)))
@@ -44,7 +48,7 @@ def announce(endpoints: Endpoints) -> Path:
 
 
 def find_running() -> Endpoints | None:
-    """The youngest pair that is still alive, or None."""
+    """Return the youngest pair that is still alive, or None."""
     try:
         files = sorted(runtime_folder().glob("embedded-*.json"))[:MAX_ENTRIES]
     except OSError:
@@ -63,7 +67,7 @@ def find_running() -> Endpoints | None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """None when no such process runs (a zombie does not run)."""
+    """Return when a process started; None when it does not run (a zombie does not)."""
     try:
         # The command name, in parentheses, may itself hold spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

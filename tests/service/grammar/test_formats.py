@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.errors import JobError
-from service.grammar import GrammarGate, load_grammars
-from service.grammar.formats import grammar_of
-from service.grammar.schema_keywords import bad_keyword
+from service.grammar import GrammarValidator, load_grammars
+from service.grammar.formats import bad_keyword, grammar_of
 from service.text.tokenizer import ByteTokenizer
-from tests.service.grammar.test_gate import SCHEMA_FIELD, accepts, job, schema
+from tests.service.grammar.test_validator import SCHEMA_FIELD, accepts, job, schema
 
 TYPO = {"type": "string", "maxlength": 2}
 PLACES: dict[str, Any] = {
@@ -77,7 +76,7 @@ def test_keyword_without_effect_is_refused(keyword: str, value: Any, reason: str
 
 async def test_annotations_and_names_of_properties_are_no_unknown_keywords() -> None:
     tokenizer = ByteTokenizer()
-    gate = GrammarGate(load_grammars(tokenizer, tokenizer.eos_token_ids, tokenizer.vocab_size))
+    validator = GrammarValidator(load_grammars(tokenizer, tokenizer.eos_token_ids, tokenizer.vocab_size))
     described = {
         "$schema": "https://json-schema.org/draft/2020-12/schema", "title": "T", "description": "D",
         "default": {"maxlength": 1}, "examples": [{"nullable": 1}], "$comment": "c", "deprecated": True,
@@ -94,10 +93,10 @@ async def test_annotations_and_names_of_properties_are_no_unknown_keywords() -> 
         "additionalProperties": False,
         "$defs": {"not": {"type": "boolean"}},
     } | described
-    text = await gate.admit(job(schema(document)))
+    text = await validator.admit(job(schema(document)))
     assert accepts(text, '{"nullable": 1, "maxlength": {"maxlength": 2}, "if": true}')
     assert not accepts(text, '{"nullable": null, "if": true}')
-    await gate.close()
+    await validator.close()
 
 
 FOLLOWED: list[tuple[dict[str, Any], str, str]] = [

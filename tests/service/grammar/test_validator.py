@@ -13,8 +13,8 @@ from llguidance import LLMatcher
 
 from kernels.grammar import Grammars
 from service.errors import InternalError, JobError
-from service.grammar import GrammarGate, GrammarLimits, load_grammars
-from service.grammar import gate as gate_module
+from service.grammar import GrammarLimits, GrammarValidator, load_grammars
+from service.grammar import validator as validator_module
 from service.grammar.formats import grammar_of
 from service.text.tokenizer import ByteTokenizer
 from service.wire import Job, parse_job
@@ -33,10 +33,10 @@ def grammars() -> Grammars:
 
 
 @pytest.fixture
-async def gate(grammars: Grammars) -> AsyncIterator[GrammarGate]:
-    gate = GrammarGate(grammars, GrammarLimits(cpu_s=0.3))
-    yield gate
-    await gate.close()
+async def validator(grammars: Grammars) -> AsyncIterator[GrammarValidator]:
+    validator = GrammarValidator(grammars, GrammarLimits(cpu_s=0.3))
+    yield validator
+    await validator.close()
     gc.collect()  # a process or pipe that was left open becomes a warning here, which is an error
 
 
@@ -101,16 +101,16 @@ def accepts(text: str | None, output: str) -> bool:
     ],
 )
 async def test_each_format_takes_what_it_means_and_nothing_else(
-    gate: GrammarGate, response_format: dict[str, Any], good: list[str], bad: list[str]
+    validator: GrammarValidator, response_format: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
-    text = await gate.admit(job(response_format))
+    text = await validator.admit(job(response_format))
 
     assert [output for output in good if not accepts(text, output)] == []
     assert [output for output in bad if accepts(text, output)] == []
 
 
-async def test_text_needs_no_grammar(gate: GrammarGate) -> None:
-    assert await gate.admit(job({"type": "text"})) is None
+async def test_text_needs_no_grammar(validator: GrammarValidator) -> None:
+    assert await validator.admit(job({"type": "text"})) is None
 
 
 REGEX_FIELD, SCHEMA_FIELD = "response_format.regex", "response_format.json_schema.schema"
@@ -139,11 +139,11 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 async def test_bad_regex_or_grammar_is_refused_with_field_value_and_limit(
-    gate: GrammarGate, name: str
+    validator: GrammarValidator, name: str
 ) -> None:
     response_format, field, reason = BAD[name]
     with pytest.raises(JobError) as raised:
-        await gate.admit(job(response_format))
+        await validator.admit(job(response_format))
 
     error = raised.value
     assert (error.code, error.field, error.job_id) == ("invalid_grammar", field, "j")
@@ -152,7 +152,7 @@ async def test_bad_regex_or_grammar_is_refused_with_field_value_and_limit(
     assert len(error.message.encode()) <= MAX_ERROR_MESSAGE_BYTES
     assert 0 < len(str(error.value)) <= MAX_SHOWN_CHARS
     assert error.limit
-    assert accepts(await gate.admit(job(regex("a+"))), "aa")
+    assert accepts(await validator.admit(job(regex("a+"))), "aa")
 
 
 OWN_REASONS = {name: case for name, case in BAD.items() if name != "endless"} | {
@@ -163,42 +163,42 @@ OWN_REASONS = {name: case for name, case in BAD.items() if name != "endless"} | 
 
 @pytest.mark.parametrize("name", OWN_REASONS)
 async def test_grammar_refused_for_its_own_reason_says_that_reason_alone(
-    gate: GrammarGate, name: str
+    validator: GrammarValidator, name: str
 ) -> None:
     response_format, _, reason = OWN_REASONS[name]
     with pytest.raises(JobError, match=reason) as raised:
-        await gate.admit(job(response_format))
+        await validator.admit(job(response_format))
     told = f"{raised.value.message} {raised.value.limit}"
     assert not re.search(r"must be|compiles|MiB|\d s\b|option", told)
 
 
-async def test_grammar_that_costs_too_much_names_what_it_may_cost(gate: GrammarGate) -> None:
+async def test_grammar_that_costs_too_much_names_what_it_may_cost(validator: GrammarValidator) -> None:
     with pytest.raises(JobError, match=r"it must be one that compiles in 0\.3 s and 1024 MiB$") as raised:
-        await gate.admit(job(schema(ENDLESS)))
+        await validator.admit(job(schema(ENDLESS)))
     assert raised.value.limit == "compiles in 0.3 s and 1024 MiB"
 
 
-async def test_a_grammar_that_never_compiles_costs_its_process_once(gate: GrammarGate) -> None:
-    await gate.admit(job(regex("a+")))
-    first = gate._trial._process
+async def test_a_grammar_that_never_compiles_costs_its_process_once(validator: GrammarValidator) -> None:
+    await validator.admit(job(regex("a+")))
+    first = validator._sandbox._process
     assert first is not None
     for _ in range(2):
         with pytest.raises(JobError, match="processor time"):
-            await gate.admit(job(schema(ENDLESS)))
+            await validator.admit(job(schema(ENDLESS)))
 
     assert first.returncode == -signal.SIGPROF
-    assert gate._trial._process is None  # the second time the verdict was known
+    assert validator._sandbox._process is None  # the second time the verdict was known
 
 
 async def test_memory_that_a_grammar_takes_is_not_the_engines(grammars: Grammars) -> None:
-    gate = GrammarGate(grammars, GrammarLimits(cpu_s=60.0, memory_bytes=200 << 20))
+    validator = GrammarValidator(grammars, GrammarLimits(cpu_s=60.0, memory_bytes=200 << 20))
     with pytest.raises(JobError, match="ended the process"):
-        await gate.admit(job(schema(ENDLESS)))
-    assert await gate.admit(job(choice("a")))
-    await gate.close()
+        await validator.admit(job(schema(ENDLESS)))
+    assert await validator.admit(job(choice("a")))
+    await validator.close()
 
 
-async def test_jobs_that_wait_behind_an_endless_grammar_are_served(gate: GrammarGate) -> None:
+async def test_jobs_that_wait_behind_an_endless_grammar_are_served(validator: GrammarValidator) -> None:
     formats = [
         schema(ENDLESS),
         *(regex(f"a{{{n}}}") for n in range(1, 8)),
@@ -206,49 +206,49 @@ async def test_jobs_that_wait_behind_an_endless_grammar_are_served(gate: Grammar
         {"type": "json_object"},
     ]
 
-    results = await asyncio.gather(*(gate.admit(job(form)) for form in formats), return_exceptions=True)
+    results = await asyncio.gather(*(validator.admit(job(form)) for form in formats), return_exceptions=True)
 
     refused = [isinstance(result, JobError) for result in results]
     assert refused == [True, *[False] * 7, True, False]
     assert all(accepts(results[n], "a" * n) for n in range(1, 8))  # type: ignore[arg-type]
 
 
-async def test_the_answer_for_a_cancelled_job_is_not_given_to_the_next(gate: GrammarGate) -> None:
-    await gate.admit(job(regex("warm")))
+async def test_the_answer_for_a_cancelled_job_is_not_given_to_the_next(validator: GrammarValidator) -> None:
+    await validator.admit(job(regex("warm")))
     for turns in range(1, 9):
-        cancelled = asyncio.create_task(gate.admit(job(regex(f"({'a' * turns}"))))
+        cancelled = asyncio.create_task(validator.admit(job(regex(f"({'a' * turns}"))))
         for _ in range(turns):  # so far it gets: from before its turn to waiting for the answer
             await asyncio.sleep(0)
         cancelled.cancel()
         (outcome,) = await asyncio.gather(cancelled, return_exceptions=True)
         assert isinstance(outcome, asyncio.CancelledError | JobError)
-        assert accepts(await gate.admit(job(regex(f"b{{{turns}}}"))), "b" * turns)
+        assert accepts(await validator.admit(job(regex(f"b{{{turns}}}"))), "b" * turns)
 
 
-async def test_a_killed_process_is_started_again(gate: GrammarGate) -> None:
-    await gate.admit(job(regex("a")))
-    process = gate._trial._process
+async def test_a_killed_process_is_started_again(validator: GrammarValidator) -> None:
+    await validator.admit(job(regex("a")))
+    process = validator._sandbox._process
     assert process is not None
     process.kill()
     await process.wait()
 
     with pytest.raises(JobError, match="ended the process"):
-        await gate.admit(job(regex("ab")))
-    assert await gate.admit(job(regex("abc")))
+        await validator.admit(job(regex("ab")))
+    assert await validator.admit(job(regex("abc")))
 
 
 async def test_a_process_that_cannot_start_is_not_the_jobs_fault(
-    gate: GrammarGate, monkeypatch: pytest.MonkeyPatch
+    validator: GrammarValidator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate_module, "_TRIAL", gate_module._TRIAL.with_name("missing.py"))
+    monkeypatch.setattr(validator_module, "_SANDBOX", validator_module._SANDBOX.with_name("missing.py"))
     with pytest.raises(InternalError):
-        await gate.admit(job(regex("a")))
+        await validator.admit(job(regex("a")))
     monkeypatch.undo()
-    assert await gate.admit(job(regex("a")))
+    assert await validator.admit(job(regex("a")))
 
 
-async def test_options_of_llguidance_in_a_schema_are_not_followed(gate: GrammarGate) -> None:
-    text = await gate.admit(
+async def test_options_of_llguidance_in_a_schema_are_not_followed(validator: GrammarValidator) -> None:
+    text = await validator.admit(
         job(schema({"type": "object", "x-guidance": {"item_separator": "[#]+", "whitespace_pattern": "x+"}}))
     )
 
@@ -257,9 +257,9 @@ async def test_options_of_llguidance_in_a_schema_are_not_followed(gate: GrammarG
     assert not accepts(text, "{xx}")
 
 
-async def test_blanks_between_parts_of_json_are_bounded(gate: GrammarGate) -> None:
+async def test_blanks_between_parts_of_json_are_bounded(validator: GrammarValidator) -> None:
     """Otherwise blanks until max_tokens would follow the grammar."""
-    text = await gate.admit(job({"type": "json_object"}))
+    text = await validator.admit(job({"type": "json_object"}))
     unbounded = LLMatcher.grammar_from_json_schema({"type": "object"})
 
     assert accepts(text, "{\n" + " " * 32 + "}")
@@ -268,28 +268,28 @@ async def test_blanks_between_parts_of_json_are_bounded(gate: GrammarGate) -> No
     assert accepts(unbounded, "{" + "\n" * 999 + "}")
 
 
-async def test_ignore_eos_contradicts_a_grammar(gate: GrammarGate) -> None:
+async def test_ignore_eos_contradicts_a_grammar(validator: GrammarValidator) -> None:
     with pytest.raises(JobError, match="ignore_eos") as raised:
-        await gate.admit(job(regex("a"), ignore_eos=True))
+        await validator.admit(job(regex("a"), ignore_eos=True))
     assert raised.value.field == "ignore_eos"
-    assert await gate.admit(job({"type": "text"}, ignore_eos=True)) is None
+    assert await validator.admit(job({"type": "text"}, ignore_eos=True)) is None
 
 
 async def test_a_model_without_an_end_serves_only_text() -> None:
     assert load_grammars(TOKENIZER, frozenset(), 257) is None
-    gate = GrammarGate(None)
+    validator = GrammarValidator(None)
     with pytest.raises(JobError, match=r"response_format\.type") as raised:
-        await gate.admit(job(regex("a")))
+        await validator.admit(job(regex("a")))
     assert (raised.value.code, raised.value.limit) == ("not_supported", "text")
-    assert await gate.admit(job({"type": "text"})) is None
+    assert await validator.admit(job({"type": "text"})) is None
 
 
 async def test_verdicts_are_bounded(grammars: Grammars) -> None:
-    gate = GrammarGate(grammars, GrammarLimits(max_verdicts=3))
+    validator = GrammarValidator(grammars, GrammarLimits(max_verdicts=3))
     for number in range(6):
-        await gate.admit(job(regex(f"a{number}")))
-    assert len(gate._verdicts) == 3
-    await gate.close()
+        await validator.admit(job(regex(f"a{number}")))
+    assert len(validator._verdicts) == 3
+    await validator.close()
 
 
 def test_every_format_of_the_wire_has_a_grammar() -> None:
