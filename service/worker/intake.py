@@ -7,8 +7,8 @@ from service.errors import JobError
 from service.stream.publisher import Opened, Outcome
 from service.stream.writer import AttemptWriter
 from service.wire import Job, Status, parse_job
+from service.wire.fingerprint import fingerprint
 from service.worker.context import Context
-from service.worker.digest import digest_of
 from service.worker.finisher import Finisher
 from service.worker.job_run import JobRun
 from service.worker.line import Turn
@@ -49,7 +49,11 @@ class Intake:
         self._c.table.decoded(run, job)
         try:
             opened = await self._c.publisher.open(
-                job.id, origin=run.origin, digest=digest_of(delivery), num_choices=job.n, stream=job.stream
+                job.id,
+                origin=run.origin,
+                digest=fingerprint(delivery.value),
+                num_choices=job.n,
+                stream=job.stream,
             )
         except JobError as error:
             await self._finisher.refuse_record(run, error)
