@@ -4,7 +4,7 @@ import ssl
 from typing import TYPE_CHECKING
 
 from service.errors import SettingsError
-from service.ingest.config import KafkaConfig
+from service.ingest.kafka_config import KafkaConfig
 from service.settings import ENV_PREFIX, Settings
 from service.stream.config import StreamConfig
 

@@ -14,7 +14,7 @@ from service.cli.local import local_service
 from service.cli.percentiles import percentile
 from service.cli.summarize import DEFAULT_CONTEXT_TOKENS, local_tokenizer
 from service.cli.workload import SAMPLES
-from service.client.client import Client, Finished
+from service.client import Client, Finished
 from service.pipelines.documents import find_documents
 from service.pipelines.rows import Row
 from service.pipelines.summarize import SummarizeOptions, SummarizeRun

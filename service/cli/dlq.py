@@ -5,14 +5,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import typer
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 
 from service.cli.console import note, print_json, print_table, run
 from service.client import client_settings
 from service.connect import kafka_config
 from service.errors import DependencyError, InternalError, SettingsError
-from service.ingest.config import KafkaConfig
+from service.ingest.kafka_clients import close_consumer, close_producer, make_producer, make_topic_reader
+from service.ingest.kafka_config import KafkaConfig
 from service.settings import Settings
 from service.wire import DeadLetter, parse_dead_letter
 
@@ -68,12 +69,7 @@ async def _replay(settings: Settings, wanted: set[Place] | None) -> set[Place]:
     config = kafka_config(settings)
     missing = set(wanted or ())
     num_replayed = 0
-    producer = AIOKafkaProducer(
-        acks="all",
-        enable_idempotence=True,
-        max_request_size=config.max_message_bytes,
-        **config.client_options(),
-    )
+    producer = make_producer(config)
     try:
         async with _reaching(config):
             await producer.start()
@@ -85,16 +81,14 @@ async def _replay(settings: Settings, wanted: set[Place] | None) -> set[Place]:
             missing.discard(place)
             num_replayed += 1
     finally:
-        await producer.stop()
+        await close_producer(producer)
     print(f"{num_replayed} dead letters published again on {settings.jobs_topic}")
     return missing
 
 
 async def _read(config: KafkaConfig) -> AsyncIterator[tuple[Place, DeadLetter]]:
     """All dead letters that stand on the topic now, partition by partition."""
-    consumer = AIOKafkaConsumer(
-        config.dead_letter_topic, group_id=None, auto_offset_reset="earliest", **config.client_options()
-    )
+    consumer = make_topic_reader(config, config.dead_letter_topic, start="earliest")
     try:
         async with _reaching(config):
             await consumer.start()
@@ -103,7 +97,7 @@ async def _read(config: KafkaConfig) -> AsyncIterator[tuple[Place, DeadLetter]]:
             async for item in _read_partition(consumer, partition, ends[partition]):
                 yield item
     finally:
-        await consumer.stop()
+        await close_consumer(consumer)
 
 
 async def _read_partition(

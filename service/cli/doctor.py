@@ -161,20 +161,16 @@ def _embedded(_: Settings) -> Finding:
 
 
 async def _kafka(settings: Settings) -> Finding:
-    from aiokafka.admin import AIOKafkaAdminClient
     from aiokafka.errors import KafkaError
 
     from service.connect import kafka_config
+    from service.ingest.kafka_clients import admin_client
 
     where = settings.kafka_bootstrap
     try:
-        admin = AIOKafkaAdminClient(**kafka_config(settings, client_id="tailrace-doctor").client_options())
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                await admin.start()
-                topics = set(await admin.list_topics())
-        finally:
-            await admin.close()
+        config = kafka_config(settings, client_id="tailrace-doctor")
+        async with asyncio.timeout(TIMEOUT_S), admin_client(config) as admin:
+            topics = set(await admin.list_topics())
     except (KafkaError, OSError, TimeoutError, TailraceError) as error:
         advice = "`tailrace serve --embedded` brings one; else set TAILRACE_KAFKA_BOOTSTRAP"
         return Finding("kafka", Verdict.FAIL, f"{where}: {error or type(error).__name__}", advice)

@@ -1,15 +1,22 @@
-"""Where Kafka and Redis are: what the environment says, or a running embedded pair of the same user."""
+"""Finds Kafka and Redis: at given addresses, where the environment says, or as a running embedded pair."""
+
+import os
 
 from service.embedded import announcements
-from service.settings import Settings, load_settings
+from service.settings import ENV_PREFIX, Settings, load_settings
 
 
-def client_settings() -> Settings:
-    """Settings of the environment; if it names neither Kafka nor Redis, a running embedded pair is used.
+def client_settings(
+    *, bootstrap: str | None = None, redis_url: str | None = None, namespace: str | None = None
+) -> Settings:
+    """Returns the settings of the environment, with the arguments in place of what it says.
 
-    Naming one of the two is enough to be left alone: a Kafka of one's own does not go with an embedded Redis.
+    If neither names Kafka or Redis, a running embedded pair of the same user is used. Naming one of the two is enough
+    to leave the pair alone: a Kafka of one's own does not go with an embedded Redis. Raises SettingsError.
     """
-    settings = load_settings()
+    given = {"KAFKA_BOOTSTRAP": bootstrap, "REDIS_URL": redis_url, "NAMESPACE": namespace}
+    overrides = {ENV_PREFIX + name: value for name, value in given.items() if value is not None}
+    settings = load_settings(os.environ | overrides if overrides else None)
     if settings.model_fields_set & {"kafka_bootstrap", "redis_url"}:
         return settings
     running = announcements.find_running()

@@ -1,4 +1,4 @@
-"""Jobs that the service has seen before: still running, or ended with a result on the topic."""
+"""Tells whether the service has seen a job before, and finds the results of ended ones."""
 
 import asyncio
 from dataclasses import dataclass
@@ -6,16 +6,17 @@ from enum import Enum, auto
 
 from redis.asyncio import Redis
 
-from service.client.results import read_results
+from service.client.result_topic import read_results
 from service.errors import JobError
-from service.ingest.config import KafkaConfig
-from service.ingest.delivery import Delivery
+from service.ingest.kafka_config import KafkaConfig
 from service.stream.keys import JobKeys
 from service.wire import Result
-from service.worker.digest import digest_of
+from service.wire.fingerprint import fingerprint
 
 
 class Seen(Enum):
+    """What Redis remembers of a job id."""
+
     NEVER = auto()
     RUNNING = auto()
     ENDED = auto()
@@ -24,19 +25,21 @@ class Seen(Enum):
 
 
 async def seen_before(redis: Redis, namespace: str, job_id: str, value: bytes) -> Seen:
-    """What Redis remembers of `job_id`; it forgets after the streams' time to live. A refused job holds no id."""
+    """Returns what Redis remembers of `job_id`, for as long as streams live. A refused job does not hold its id.
+
+    Raises RedisError or OSError when Redis is unreachable.
+    """
     fields = ["digest", "ended", "refused"]
-    digest, ended, refused = await redis.hmget(JobKeys.of(job_id, namespace).meta, fields)
-    if digest is None or refused is not None:
+    known, ended, refused = await redis.hmget(JobKeys.of(job_id, namespace).meta, fields)
+    if known is None or refused is not None:
         return Seen.NEVER
-    ours = digest_of(Delivery("", 0, 0, 0, None, value, (), 0))
-    if digest != ours.encode():
+    if known != fingerprint(value).encode():
         return Seen.OTHER_JOB
     return Seen.ENDED if ended else Seen.RUNNING
 
 
 def other_job(job_id: str) -> JobError:
-    """What to tell of an id that was `OTHER_JOB`."""
+    """Returns the error of a job whose id was `OTHER_JOB`."""
     return JobError(
         "duplicate_id", f"id: {job_id!r} was given to another job before; the limit is one job per id",
         field="id", value=job_id, limit="one job per id", job_id=job_id,
@@ -50,7 +53,7 @@ class _Batch:
 
 
 class ResultLookup:
-    """Reads the results topic from its beginning, once for all who ask at about the same time."""
+    """Reads the results topic from its beginning, once for all callers that ask at about the same time."""
 
     def __init__(self, config: KafkaConfig) -> None:
         self._config = config
@@ -58,6 +61,7 @@ class ResultLookup:
         self._next: _Batch | None = None
 
     async def find(self, job_id: str) -> Result | None:
+        """Returns the last result of the job; None: the topic holds none. Raises as `read_results` does."""
         batch = self._next
         if batch is None:
             batch = self._next = _Batch(set(), asyncio.get_running_loop().create_future())

@@ -1,9 +1,8 @@
-"""Jobs in from Kafka, results and dead letters out to it; offsets are committed only behind durable
-results."""
+"""Takes jobs from Kafka, writes results and dead letters to it, and commits an offset once its result is durable."""
 
-from service.ingest.config import KafkaConfig
 from service.ingest.consumer import JobConsumer
-from service.ingest.delivery import ConsumerStats, Delivery, TopicPartition
+from service.ingest.delivery import ConsumerStats, Delivery, ProducerStats, TopicPartition
+from service.ingest.kafka_config import KafkaConfig
 from service.ingest.producer import ResultProducer
 from service.ingest.topics import ensure_topics
 
@@ -12,6 +11,7 @@ __all__ = [
     "Delivery",
     "JobConsumer",
     "KafkaConfig",
+    "ProducerStats",
     "ResultProducer",
     "TopicPartition",
     "ensure_topics",

@@ -1,10 +1,9 @@
-"""The partitions this consumer holds over rebalances, and where each goes on. Pure; owned by the event
-loop."""
+"""The partitions that this consumer holds across rebalances, and where each resumes. Pure; owned by the event loop."""
 
 from collections.abc import Collection, Iterator
 
+from service.ingest.commit_map import Ranges
 from service.ingest.delivery import Delivery, TopicPartition
-from service.ingest.metadata import Ranges
 from service.ingest.offsets import PartitionOffsets
 
 
@@ -15,7 +14,7 @@ class AssignedPartition:
         self.first_epoch = first_epoch
         """Deliveries of this epoch and later ones count: the partition was ours without a break since."""
         self.offsets: PartitionOffsets | None = None
-        """None until the commit of its former owner was read."""
+        """None until the commit of the former owner was read."""
         self.committed: tuple[int, str] | None = None
         """What the group has committed as far as we know; None is unknown or nothing."""
 
@@ -23,16 +22,15 @@ class AssignedPartition:
 class Assignments:
     """Decides what survives a rebalance.
 
-    A partition keeps its work in flight only when it comes back in the very next generation of the group:
-    then nobody else can have had it. After a gap (evicted and joined again) another member may have started
-    the same jobs under a newer stream epoch, so ours are lost even if the partition returns.
+    A partition keeps its work in flight only when it comes back in the very next generation of the group: then no
+    other member can have had it. After a gap (evicted and joined again) another member may have started the same jobs
+    under a newer stream epoch, so ours are lost even if the partition returns.
     """
 
     def __init__(self) -> None:
         self.epoch = 0
         self.suspended = False
-        """Between revocation and the next assignment nothing may be taken or committed; completions still
-        count."""
+        """Between revocation and the next assignment nothing may be taken or committed; completions still count."""
         self._generation: int | None = None
         self._partitions: dict[TopicPartition, AssignedPartition] = {}
 
@@ -57,7 +55,7 @@ class Assignments:
         return lost
 
     def disconnect(self) -> None:
-        """The consumer is gone and with it its membership: whatever is assigned next starts anew."""
+        """Notes that the consumer is gone and with it its membership: partitions assigned next start anew."""
         self._generation = None
         self.suspended = True
 
@@ -69,21 +67,20 @@ class Assignments:
         assigned.offsets, assigned.committed = offsets, committed
 
     def restart(self, partition: TopicPartition, offsets: PartitionOffsets) -> None:
-        """Begins a partition anew whose log was cut back: what is in flight belongs to records that are
-        gone."""
+        """Begins a partition anew whose log was cut back: what is in flight belongs to records that are gone."""
         self.epoch += 1
         assigned = self._partitions[partition] = AssignedPartition(self.epoch)
         assigned.offsets = offsets
 
     def complete(self, delivery: Delivery) -> bool:
-        """False: the delivery is stale (lost since) or complete already."""
+        """Marks a delivery complete; False: it is stale (lost since) or complete already."""
         assigned = self._partitions.get((delivery.topic, delivery.partition))
         if assigned is None or assigned.offsets is None or delivery.assignment_epoch < assigned.first_epoch:
             return False
         return assigned.offsets.complete(delivery.offset)
 
     def offsets(self, partition: TopicPartition) -> PartitionOffsets | None:
-        """Of a restored partition; None otherwise."""
+        """Returns the offsets of a restored partition; None otherwise."""
         assigned = self._partitions.get(partition)
         return assigned.offsets if assigned is not None else None
 
@@ -110,11 +107,10 @@ class Assignments:
 
 
 def starting_point(committed: int | None, completed: Ranges, beginning: int, end: int) -> PartitionOffsets:
-    """Where to go on in a log that now holds offsets [beginning, end).
+    """Returns where to resume in a log that now holds offsets [beginning, end).
 
-    A commit or a map that points past the end describes a log that was cut back or created anew. Trusting it
-    would skip new records that reuse old offsets, so it is dropped: doing work again is safe, losing it is
-    not.
+    A commit or a map that points past the end describes a log that was cut back or created anew. Trusting it would
+    skip new records that reuse old offsets, so it is dropped: doing work again is safe, losing it is not.
     """
     if committed is None or committed > end:
         return PartitionOffsets(beginning)

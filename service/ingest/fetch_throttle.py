@@ -1,5 +1,4 @@
-"""What a consumer's fetches go through: a pause where the broker gives none, and a repair of records that aiokafka
-cannot read.
+"""Wraps a consumer's fetches: pauses where the broker does not hold them, repairs records that aiokafka cannot read.
 
 Apache Kafka holds an empty fetch as long as it is asked to; a broker that answers at once would be asked again
 hundreds of times a second.
@@ -16,15 +15,15 @@ from service.ingest.delivery import TopicPartition
 from service.ingest.header_names import with_readable_header_names
 
 PAUSE_S = 0.05
-"""What a new record waits for at most, where the broker does not hold fetches."""
+"""The longest that a new record waits, where the broker does not hold fetches."""
 HELD_S = 0.1
-"""An empty answer that took this long was held."""
+"""An empty answer that took this long was held by the broker."""
 
 Send = Callable[..., Awaitable[Any]]
 
 
 class FetchThrottle:
-    """Stands in for the `send` of a consumer's client."""
+    """Replaces the `send` of a consumer's client."""
 
     def __init__(self, send: Send, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
         self._send = send
@@ -34,7 +33,7 @@ class FetchThrottle:
 
     @classmethod
     def install(cls, consumer: AIOKafkaConsumer) -> "FetchThrottle":
-        """Before the consumer is started. Reaches into aiokafka's client."""
+        """Puts a throttle into aiokafka's client; call before the consumer is started."""
         throttle = cls(consumer._client.send)
         consumer._client.send = throttle
         return throttle
@@ -67,7 +66,7 @@ class FetchThrottle:
 
 
 def is_empty(response: Any) -> bool:
-    """Whether a fetch brought neither records nor an error for any partition."""
+    """Returns whether a fetch brought neither records nor an error for any partition."""
     return not any(
         partition[1] or partition[-1] for _, partitions in response.topics for partition in partitions
     )

@@ -1,5 +1,5 @@
-"""Names of record headers that are not UTF-8, which Kafka carries and aiokafka raises at: one such record would hold
-its partition up for good.
+"""Repairs names of record headers that are not UTF-8. Kafka carries them and aiokafka raises: without the repair one
+such record would block its partition for good.
 
 Layout of a record batch of version 2: https://kafka.apache.org/documentation/#recordbatch
 """
@@ -20,7 +20,7 @@ _COMPRESSION = 0b111
 
 
 def with_readable_header_names(data: bytes) -> bytes:
-    """The same record batches, uncompressed, with `?` for each byte of a header name that is not UTF-8.
+    """Returns the record batches uncompressed, with `?` for each non-ASCII byte of a header name that is not UTF-8.
 
     Everything else keeps its bytes. A batch of an older version has no headers; the cut one that may end a fetch is
     passed on as it is.
@@ -76,7 +76,7 @@ def _repair_record(records: bytearray, position: int) -> int:
 
 
 def _readable(name: bytes) -> bytes:
-    """As many bytes, so that no length changes."""
+    """Returns as many bytes, so that no length changes."""
     try:
         name.decode()
     except UnicodeDecodeError:

@@ -1,9 +1,9 @@
-"""Which offsets of one partition are complete. Pure: no clock, no I/O, no Kafka."""
+"""Tracks which offsets of one partition are complete. Pure: no clock, no I/O, no Kafka."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from service.ingest.metadata import (
+from service.ingest.commit_map import (
     MAX_METADATA_BYTES,
     Ranges,
     encode_completed,
@@ -12,7 +12,7 @@ from service.ingest.metadata import (
 )
 
 PRESSURE_BYTES = payload_capacity(MAX_METADATA_BYTES * 3 // 4)
-"""Back-pressure starts when the map could grow past three quarters of what a commit may carry."""
+"""Backpressure starts when the map could grow past three quarters of what a commit may carry."""
 
 
 class PartitionOffsets:

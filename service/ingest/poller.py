@@ -1,7 +1,6 @@
 """The poll loop of one AIOKafkaConsumer: restore, take what credit allows, commit, watch for progress."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,24 +11,24 @@ from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.errors import IllegalStateError, KafkaError
 
 from service.ingest.assignments import Assignments, starting_point
-from service.ingest.callbacks import Callbacks
-from service.ingest.committer import Committer
-from service.ingest.config import KafkaConfig
-from service.ingest.connection import NOTHING, fetch_committed, repair_header_names
-from service.ingest.delivery import Delivery, TopicPartition
-from service.ingest.flow import CreditGate, ProgressWatchdog
+from service.ingest.backpressure import CreditGate, ProgressWatchdog
+from service.ingest.commits import Committer, fetch_committed
+from service.ingest.delivery import Callbacks, Delivery, TopicPartition
+from service.ingest.kafka_clients import NO_PARTITION, repair_header_names
+from service.ingest.kafka_config import KafkaConfig
 from service.ingest.offsets import PartitionOffsets
+from service.waiting import wait_for
 
 log = structlog.get_logger()
 
 ASK_TIMEOUT_S = 5.0
-"""For a question to the broker that the poll loop waits for."""
+"""Limit of one question to the broker; the poll loop waits for the answer."""
 RESTORE_RETRY_S = 0.5
 NOT_READY_AFTER_CHECKS = 3
 
 
 class StalledError(Exception):
-    """Records are there, fetching them is allowed, and none comes."""
+    """The log holds records, fetching them is allowed, and none arrives."""
 
 
 class Poller:
@@ -49,10 +48,10 @@ class Poller:
         self._watchdog = ProgressWatchdog(config.stall_timeout_s)
         self._next_commit_s = self._next_check_s = self._next_restore_s = 0.0
         self._verified_s: float | None = None
-        self._turn = 0
+        self._num_polls = 0
         self.wake = asyncio.Event()
         self.stopping = self.ending = False
-        self.lag = self.deliveries = self.skipped = self.restarted = 0
+        self.lag = self.num_deliveries = self.num_skipped = self.num_restarted = 0
 
     @property
     def progressing(self) -> bool:
@@ -92,20 +91,18 @@ class Poller:
         assigned = consumer.assignment()
         consumer.pause(*(assigned - wanted))
         consumer.resume(*(assigned & wanted))
-        self._turn += 1
-        start = self._turn % len(fetchable) if fetchable else 0
+        self._num_polls += 1
+        start = self._num_polls % len(fetchable) if fetchable else 0
         return fetchable[start:] + fetchable[:start]
 
     async def _take(self, consumer: AIOKafkaConsumer, fetchable: list[TopicPartition], credit: int) -> None:
-        """Polls, whatever happens: an idle or full member that does not poll is thrown out of the group.
+        """Polls in any case: the group evicts a member that does not poll, also an idle or a full one.
 
         Never cancels a getmany(): that would switch max_poll_interval off silently.
         """
         if not fetchable:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.poll_timeout_s):
-                    await self.wake.wait()
-            await consumer.getmany(NOTHING, timeout_ms=0)
+            await wait_for(self.wake, self._config.poll_timeout_s)
+            await consumer.getmany(NO_PARTITION, timeout_ms=0)
             return
         left = min(credit, self._config.max_poll_records)
         share = max(1, left // len(fetchable))
@@ -128,7 +125,7 @@ class Poller:
     async def _poll(
         self, consumer: AIOKafkaConsumer, partitions: Sequence[TopicPartition], timeout_ms: int, limit: int
     ) -> dict[KafkaPartition, list[Any]]:
-        """One getmany(). A record whose header names are not UTF-8 is fetched again, repaired."""
+        """Calls getmany() once. A record whose header names are not UTF-8 is fetched again, repaired."""
         keys = [KafkaPartition(*partition) for partition in partitions]
         try:
             fetched: dict[KafkaPartition, list[Any]] = await consumer.getmany(
@@ -162,28 +159,28 @@ class Poller:
                 offsets = self._restart(partition, records[0].offset, offsets.position)
             deliveries += self._register(offsets, records)
         if deliveries:
-            self.deliveries += len(deliveries)
+            self.num_deliveries += len(deliveries)
             self._callbacks.deliver(deliveries)
         return count
 
     def _register(self, offsets: PartitionOffsets, records: Sequence[Any]) -> list[Delivery]:
         epoch = self._assignments.epoch
         fresh = [record for record in records if offsets.register(record.offset, record.timestamp)]
-        self.skipped += len(records) - len(fresh)
+        self.num_skipped += len(records) - len(fresh)
         return [
             Delivery(r.topic, r.partition, r.offset, epoch, r.key, r.value, tuple(r.headers), r.timestamp)
             for r in fresh
         ]
 
     def _restart(self, partition: TopicPartition, offset: int, expected: int) -> PartitionOffsets:
-        """Fetching only ever moves back when the broker refused our position: the log was cut or created
-        anew."""
+        """Begins a partition anew whose log was cut or created anew: only then does fetching move back, because the
+        broker refused our position."""
         log.error(
             "kafka_log_rewound", topic=partition[0], partition=partition[1], offset=offset, expected=expected
         )
         offsets = PartitionOffsets(offset)
         self._assignments.restart(partition, offsets)
-        self.restarted += 1
+        self.num_restarted += 1
         self._callbacks.lose([partition])
         return offsets
 

@@ -24,16 +24,19 @@ from aiokafka.errors import (
 )
 
 from service.errors import DependencyError, JobError
-from service.ingest.config import KafkaConfig
-from service.ingest.producer_supervisor import ProducerSupervisor, wait_for
+from service.ingest.delivery import ProducerStats
+from service.ingest.kafka_config import KafkaConfig
+from service.ingest.producer_supervisor import ProducerSupervisor
 from service.ingest.topics import ensure_topics
+from service.waiting import Backoff, wait_for
 
 log = structlog.get_logger()
 
 BACKOFF_S = 0.2
 BACKOFF_MAX_S = 5.0
 MAX_REFUSALS = 20
-"""Of one record in a row. With the back-off that is about a minute and a half: time to mend a topic's rights."""
+"""Refusals of one record in a row. With the back-off they take about a minute and a half: time to mend a topic's
+rights."""
 NO_TIMESTAMP = -1
 """Kafka takes a record without one whatever its clock says."""
 
@@ -49,7 +52,7 @@ RECORD_REFUSED = (
 """The broker is there and will not take this record: no reason to connect anew. UnknownError is what aiokafka makes
 of newer codes, INVALID_RECORD among them (no key, on a compacted topic)."""
 TOPIC_REFUSED = (TopicAuthorizationFailedError, UnknownTopicOrPartitionError)
-"""The operator's to mend, and mended without us."""
+"""Refusals that the operator mends, without our help."""
 
 
 class WithdrawnError(Exception):
@@ -88,19 +91,19 @@ class ResultProducer:
         self._idle = asyncio.Event()
         self._idle.set()
         self.problem: str | None = None
-        """What the broker refuses, though it can be reached; None: nothing."""
-        self.in_flight = 0
+        """What the broker refuses although it can be reached; None: nothing."""
+        self._in_flight = 0
 
     @property
     def ready(self) -> bool:
+        """Whether a producer is connected and the broker refuses nothing."""
         return self._supervisor.available and self.problem is None
 
-    @property
-    def rebuilds(self) -> int:
-        return self._supervisor.num_replaced
+    def stats(self) -> ProducerStats:
+        return ProducerStats(self.ready, self.problem, self._in_flight, self._supervisor.num_replaced)
 
     async def run(self) -> None:
-        """Until `stop()`; a broker that is away is waited for.
+        """Runs until `stop()`; waits for a broker that is away.
 
         Raises DependencyError when Kafka has refused one record MAX_REFUSALS times in a row: this worker then cannot
         end the jobs that it holds, and others may be able to.
@@ -126,26 +129,26 @@ class ResultProducer:
         WithdrawnError once it is no longer `wanted` (asked before each try); DependencyError when stop() ends the wait.
         """
         async with self._slots:
-            self.in_flight += 1
+            self._in_flight += 1
             self._idle.clear()
             try:
                 # Not both null: aiokafka takes no such record, though other producers write them.
                 value = b"" if key is None and value is None else value
                 await self._send_until_acknowledged(_Record(topic, key, value, headers, optional, wanted))
             finally:
-                self.in_flight -= 1
-                if self.in_flight == 0:
+                self._in_flight -= 1
+                if self._in_flight == 0:
                     self._idle.set()
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """Waits for sends under way, then ends `run`; what is not acknowledged by then raises in its send()."""
         if not await wait_for(self._idle, timeout_s):
-            log.warning("kafka_sends_given_up", in_flight=self.in_flight, timeout_s=timeout_s)
+            log.warning("kafka_sends_given_up", in_flight=self._in_flight, timeout_s=timeout_s)
         await self._supervisor.stop()
 
     async def _send_until_acknowledged(self, record: _Record) -> None:
         supervisor = self._supervisor
-        backoff_s = BACKOFF_S
+        backoff = Backoff(BACKOFF_S, BACKOFF_MAX_S)
         while True:
             producer = await supervisor.producer()
             if not record.wanted():
@@ -161,11 +164,9 @@ class ResultProducer:
                 self._refused(producer, record, error)
                 if isinstance(error, UnknownTopicOrPartitionError):
                     await supervisor.unless_stopped(self._make_topics())
-                await supervisor.pause(backoff_s)
-                backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
+                await supervisor.pause(backoff.failed())
             except TimeoutError as error:
-                # A topic without metadata times out as well; while others are acknowledged the producer is
-                # sound.
+                # A topic without metadata times out as well; while others are acknowledged the producer is sound.
                 if supervisor.silent_s > self._config.ack_timeout_s:
                     supervisor.replace(producer, error)
                 await supervisor.pause(BACKOFF_S)

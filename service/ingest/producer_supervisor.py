@@ -1,7 +1,8 @@
-"""Keeps one working aiokafka producer: connects, waits until it breaks, disposes of it, and again."""
+"""Keeps one working aiokafka producer: connects it, waits until it breaks, closes it, and starts over."""
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from typing import Any
 
 import structlog
@@ -9,12 +10,14 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaConnectionError, KafkaError
 
 from service.errors import DependencyError
-from service.ingest.config import KafkaConfig
+from service.ingest.kafka_clients import CLOSE_TIMEOUT_S, abandon_producer, close_producer, make_producer
+from service.ingest.kafka_config import KafkaConfig
+from service.waiting import Backoff, completes_before, wait_for
 
 log = structlog.get_logger()
 
-DISPOSE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
+CONNECT_GRACE_S = 1.0
 BACKOFF_S = 0.2
 
 
@@ -32,7 +35,7 @@ class ProducerSupervisor:
         self._producer: AIOKafkaProducer | None = None
         self._flush = True
         self._gone: asyncio.Future[None] | None = None
-        """Resolves when the producer of now was replaced and will acknowledge nothing more."""
+        """Resolves when the current producer was replaced and will acknowledge nothing more."""
         self._acknowledged_s = 0.0
         self.num_replaced = 0
 
@@ -46,31 +49,30 @@ class ProducerSupervisor:
         return time.monotonic() - self._acknowledged_s
 
     async def run(self) -> None:
-        """Until `stop()`; a broker that is away is waited for."""
+        """Runs until `stop()`; waits for a broker that is away."""
         self._ended.clear()
-        backoff_s = BACKOFF_S
+        backoff = Backoff(BACKOFF_S, self._config.retry_backoff_max_s)
         try:
             while not self._stopped.is_set():
                 if await self._serve():
-                    backoff_s = BACKOFF_S
-                await self.pause(backoff_s)
-                backoff_s = min(2 * backoff_s, self._config.retry_backoff_max_s)
+                    backoff.succeeded()
+                await self.pause(backoff.failed())
         finally:
             self._stopped.set()
             self._ended.set()
 
     def end(self) -> None:
-        """Make `run` return, and everything raise that waits for a producer."""
+        """Makes `run` return, and everything that waits for a producer raise."""
         self._stopped.set()
         self._broken.set()
 
     async def stop(self) -> None:
-        """`end`, and wait for `run` in bounded time."""
+        """Calls `end` and waits for `run`, in bounded time."""
         self.end()
-        await wait_for(self._ended, 2 * DISPOSE_TIMEOUT_S)
+        await wait_for(self._ended, 2 * CLOSE_TIMEOUT_S)
 
     async def producer(self) -> AIOKafkaProducer:
-        """The working producer, however long the broker is away. Raises DependencyError after `end()`."""
+        """Returns the working producer, however long the broker is away. Raises DependencyError after `end()`."""
         while True:
             await self.unless_stopped(self._available.wait())
             if self._producer is not None:
@@ -97,12 +99,12 @@ class ProducerSupervisor:
             self._broken.set()
 
     async def pause(self, seconds: float) -> None:
-        """Ends early when the supervisor stops."""
+        """Waits; ends early when the supervisor stops."""
         await wait_for(self._stopped, seconds)
 
     async def _serve(self) -> bool:
-        """One producer from its making to its end. False: it never worked."""
-        producer, connected = self._make_producer(), False
+        """Runs one aiokafka producer from its making to its end; returns whether it ever connected."""
+        producer, connected = make_producer(self._config), False
         try:
             await self._connect(producer)
             connected = True
@@ -120,7 +122,7 @@ class ProducerSupervisor:
         finally:
             self._producer = None
             self._available.clear()
-            await (_dispose(producer) if self._flush else _abandon(producer))
+            await (close_producer(producer) if self._flush else abandon_producer(producer))
             self._flush = True
             if self._gone is not None and not self._gone.done():
                 self._gone.set_result(None)
@@ -136,81 +138,13 @@ class ProducerSupervisor:
             raise KafkaConnectionError("the producer was replaced before the record was acknowledged")
         acknowledged.result()
 
-    def _make_producer(self) -> AIOKafkaProducer:
-        compression = None if self._config.compression == "none" else self._config.compression
-        return AIOKafkaProducer(
-            acks="all",
-            enable_idempotence=True,
-            compression_type=compression,
-            max_request_size=self._config.max_message_bytes,
-            **self._config.client_options(),
-        )
-
     async def _connect(self, producer: AIOKafkaProducer) -> None:
-        # start() asks for a producer id again and again, without an end of its own. It is not cut short where that
-        # can be avoided: aiokafka loses sight of the connection that it bootstraps over when it is cancelled.
-        starting = asyncio.create_task(producer.start())
-        stopped = asyncio.create_task(self._stopped.wait())
-        try:
-            async with asyncio.timeout(max(CONNECT_TIMEOUT_S, self._config.ack_timeout_s)):
-                await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not starting.done():
-                await asyncio.wait({starting}, timeout=1.0)
-            starting.cancel()
-            stopped.cancel()
-            await asyncio.gather(starting, stopped, return_exceptions=True)
-        if not starting.cancelled():
-            starting.result()
+        # start() asks for a producer id again and again, without an end of its own. It is not cut short where that can
+        # be avoided: aiokafka loses sight of the connection that it bootstraps over when it is cancelled.
+        async with asyncio.timeout(max(CONNECT_TIMEOUT_S, self._config.ack_timeout_s)):
+            await completes_before(self._stopped, producer.start(), grace_s=CONNECT_GRACE_S)
 
-    async def unless_stopped(self, awaitable: Any) -> None:
-        """Raises DependencyError when the supervisor stops before the end of the awaitable."""
-        task = asyncio.ensure_future(awaitable)
-        stopped = asyncio.create_task(self._stopped.wait())
-        try:
-            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise DependencyError("the producer was stopped before Kafka acknowledged the record")
-            task.result()
-        finally:
-            stopped.cancel()
-            task.cancel()
-            await asyncio.gather(task, stopped, return_exceptions=True)
-
-
-async def _dispose(producer: AIOKafkaProducer) -> None:
-    """Ends a producer in bounded time; stop() alone waits for ever for what cannot be delivered (#583)."""
-    try:
-        async with asyncio.timeout(DISPOSE_TIMEOUT_S):
-            await producer.stop()
-    except (TimeoutError, KafkaError, OSError) as error:
-        log.warning("kafka_producer_abandoned", error=repr(error))
-        await _abandon(producer)
-
-
-async def _abandon(producer: AIOKafkaProducer) -> None:
-    """Ends a producer at once; what it has not sent is dropped, and who waits for it is not told."""
-
-    async def no_connection(*_: Any, **__: Any) -> None:
-        return None
-
-    client, sender = producer.client, producer._sender.sender_task
-    producer._closed = True
-    client._get_conn = no_connection  # else a request that is being made would connect anew, and go out
-    if sender is not None:
-        sender.cancel()
-    await client.close()
-    if sender is not None:
-        # It waits for its requests, which have ended with their connections, or end with the ones being made.
-        await asyncio.wait({sender}, timeout=DISPOSE_TIMEOUT_S)
-        await client.close()
-
-
-async def wait_for(event: asyncio.Event, timeout_s: float) -> bool:
-    """Whether the event was set in time."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True
+    async def unless_stopped(self, work: Awaitable[object]) -> None:
+        """Runs `work` to its end. Raises DependencyError when the supervisor stops before."""
+        if not await completes_before(self._stopped, work):
+            raise DependencyError("the producer was stopped before Kafka acknowledged the record")

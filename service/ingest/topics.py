@@ -1,7 +1,7 @@
-"""Creates the topics that are missing."""
+"""Creates missing topics, and asks the cluster for its name."""
 
 import structlog
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import NewTopic
 from aiokafka.errors import (
     KafkaConnectionError,
     KafkaError,
@@ -11,7 +11,8 @@ from aiokafka.errors import (
     for_code,
 )
 
-from service.ingest.config import KafkaConfig
+from service.ingest.kafka_clients import admin_client
+from service.ingest.kafka_config import KafkaConfig
 
 log = structlog.get_logger()
 
@@ -19,26 +20,22 @@ log = structlog.get_logger()
 async def ensure_topics(config: KafkaConfig) -> tuple[str, ...]:
     """Creates jobs, results and dead-letter topics where they are missing; returns the names it created.
 
-    A broker that refuses (no rights, too few brokers for the replication factor) is reported in the log and
-    left as it is: the topics may be managed elsewhere. Raises KafkaError or OSError when the broker cannot be
-    reached.
+    A broker that refuses (no rights, too few brokers for the replication factor) is reported in the log and left as
+    it is: the topics may be managed elsewhere. Raises KafkaError or OSError when the broker cannot be reached.
     """
-    admin = AIOKafkaAdminClient(**config.client_options())
     try:
-        await admin.start()
-        existing = set(await admin.list_topics())
-        missing = [topic for topic in _topics(config) if topic.name not in existing]
-        if not missing:
-            return ()
-        response = await admin.create_topics(missing, timeout_ms=10_000)
+        async with admin_client(config) as admin:
+            existing = set(await admin.list_topics())
+            missing = [topic for topic in _topics(config) if topic.name not in existing]
+            if not missing:
+                return ()
+            response = await admin.create_topics(missing, timeout_ms=10_000)
     except (KafkaConnectionError, NodeNotReadyError, RequestTimedOutError):
         raise
     except (KafkaError, AttributeError) as error:
         # AttributeError: the broker names no controller, which aiokafka does not expect.
         log.warning("kafka_topics_refused", error=repr(error))
         return ()
-    finally:
-        await admin.close()
     created = []
     for name, code, *rest in response.topic_errors:
         refusal = for_code(code)
@@ -67,10 +64,6 @@ def _topics(config: KafkaConfig) -> list[NewTopic]:
 
 
 async def cluster_id(config: KafkaConfig) -> str:
-    """What the Kafka cluster calls itself; empty where it has no name. Raises KafkaError or OSError."""
-    admin = AIOKafkaAdminClient(**config.client_options())
-    try:
-        await admin.start()
+    """Returns the id of the Kafka cluster; empty where it has none. Raises KafkaError or OSError."""
+    async with admin_client(config) as admin:
         return (await admin.describe_cluster()).get("cluster_id") or ""
-    finally:
-        await admin.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from service.client.client import Finished
+from service.client import Finished
 from service.errors import JobError
 from service.pipelines.documents import read_document
 from service.pipelines.map_reduce import Budget, Node, summarize_text

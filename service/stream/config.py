@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from service.stream.keys import DEFAULT_NAMESPACE
+from service.waiting import Backoff
 
 MIN_TTL_S = 1
 MAX_TTL_S = 30 * 24 * 3600
@@ -42,3 +43,13 @@ class StreamConfig:
         if not MIN_LOG_ENTRIES <= self.max_log_entries <= MAX_LOG_ENTRIES:
             limit = f"{MIN_LOG_ENTRIES}..{MAX_LOG_ENTRIES}"
             raise ValueError(f"max_log_entries is {self.max_log_entries}; it must lie in {limit}")
+
+    def backoff(self, failure_event: str) -> Backoff:
+        """Returns a back-off between attempts to reach Redis that logs failures as `failure_event`."""
+        return Backoff(
+            self.reconnect_min_s,
+            self.reconnect_max_s,
+            failure_event=failure_event,
+            recovery_event="redis_available_again",
+            log_every_s=self.log_every_s,
+        )

@@ -6,11 +6,11 @@ from contextlib import aclosing
 
 from redis.asyncio import Redis
 
-from service.stream.backoff import Backoff
 from service.stream.config import StreamConfig
 from service.stream.connection import UNAVAILABLE
 from service.stream.keys import DEFAULT_NAMESPACE, JobKeys, control_channel
-from service.stream.subscription import Sign, cancellation_kept, subscription
+from service.stream.subscription import Sign, subscription
+from service.waiting import Backoff, cancellation_kept
 
 _BATCH = 512
 
@@ -56,7 +56,7 @@ class CancelListener:
 
     async def run(self) -> None:
         """For ever; cancel it to stop. A Redis that is away is waited for."""
-        backoff = Backoff(self._config, "redis_control_lost")
+        backoff = self._config.backoff("redis_control_lost")
         try:
             while True:
                 try:

@@ -9,11 +9,11 @@ from typing import Any
 from redis.asyncio import Redis
 
 from service.stream.assemble import Fed, StreamAssembler
-from service.stream.backoff import Backoff
 from service.stream.config import StreamConfig
 from service.stream.connection import UNAVAILABLE
 from service.stream.keys import EVENT_FIELD, JobKeys
-from service.stream.subscription import Sign, cancellation_kept, subscription
+from service.stream.subscription import Sign, subscription
+from service.waiting import cancellation_kept
 from service.wire.event import Event, parse_event
 
 FORGOTTEN_AFTER = 6
@@ -69,7 +69,7 @@ async def read_stream(
     share, only says that there is something new, or carries the next event of an attempt that the log has shown.
     """
     config = config or StreamConfig()
-    backoff = Backoff(config, "redis_stream_lost")
+    backoff = config.backoff("redis_stream_lost")
     reader = _Reader(redis, assembler or StreamAssembler(job_id), config)
     idle = _IdleLimit(job_id, idle_timeout_s)
     while True:

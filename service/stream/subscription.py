@@ -2,8 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator
 from enum import Enum, auto
 from typing import Any
 
@@ -11,20 +10,7 @@ from redis.asyncio import Redis
 
 from service.stream.config import StreamConfig
 from service.stream.connection import UNAVAILABLE
-
-
-@contextmanager
-def cancellation_kept() -> Iterator[None]:
-    """Raises the CancelledError that the awaits inside have swallowed.
-
-    redis-py writes through `asyncio.wait_for` when there is a socket timeout, and before Python 3.12 that returns
-    normally when a cancellation arrives just as the write completes: the task would then run for ever.
-    """
-    task = asyncio.current_task()
-    before = task.cancelling() if task is not None else 0
-    yield
-    if task is not None and task.cancelling() > before:
-        raise asyncio.CancelledError
+from service.waiting import cancellation_kept
 
 
 class Sign(Enum):

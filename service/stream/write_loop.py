@@ -8,11 +8,11 @@ from typing import Any
 import structlog
 
 from service.errors import DependencyError
-from service.stream.backoff import Backoff
 from service.stream.config import StreamConfig
 from service.stream.connection import UNAVAILABLE, Connection, concerns_one_job, pack_command
 from service.stream.keys import AppendReply
 from service.stream.writer import AttemptWriter
+from service.waiting import wait_for
 
 _log = structlog.get_logger(__name__)
 
@@ -42,7 +42,7 @@ class WriteLoop:
         self._check = check
         self._on_closed = on_closed
         self._connection = Connection(config, "tailrace-publisher")
-        self._backoff = Backoff(config, "redis_unavailable")
+        self._backoff = config.backoff("redis_unavailable")
         self._requests: list[_Request] = []
         self._due: dict[AttemptWriter, None] = {}
         self._wake = asyncio.Event()
@@ -125,11 +125,7 @@ class WriteLoop:
         self._working, self.problem = True, None
 
     async def _wait_for_work(self) -> None:
-        try:
-            async with asyncio.timeout(self._config.heartbeat_s):
-                await self._wake.wait()
-        except TimeoutError:
-            pass  # Time for a sign of life.
+        await wait_for(self._wake, self._config.heartbeat_s)  # Without work it is time for a PING.
         self._wake.clear()
 
     async def _round_trip(self) -> None:
@@ -195,11 +191,7 @@ class WriteLoop:
             self.mark(writer)
 
     async def _pause(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        except TimeoutError:
-            pass
+        await wait_for(self._stopping, seconds)
         self._wake.set()
 
     def _give_up(self) -> None:

@@ -7,8 +7,8 @@ from service.ingest.producer import WithdrawnError
 from service.stream.publisher import Opened, Outcome
 from service.stream.writer import AttemptWriter
 from service.wire import DeadLetter, ErrorInfo, Origin, Result, Status, parse_result
+from service.wire.fingerprint import fingerprint
 from service.wire.limits import MAX_ID_CHARS
-from service.worker.digest import digest_of
 from service.worker.edges import Edges
 from service.worker.job_run import JobRun
 from service.worker.outcome import UNREADABLE_CODES, ending_of, result_of
@@ -133,7 +133,7 @@ class Completion:
         """File a refusal under `job_id`. False: that id belongs to another record, or its keys to another program."""
         try:
             opened = await self._edges.publisher.open(
-                job_id, origin=run.origin, digest=digest_of(run.delivery), num_choices=1, stream=True
+                job_id, origin=run.origin, digest=fingerprint(run.delivery.value), num_choices=1, stream=True
             )
         except JobError:
             return False

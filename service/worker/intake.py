@@ -8,9 +8,9 @@ from service.errors import JobError
 from service.stream.publisher import Opened, Outcome
 from service.stream.writer import AttemptWriter
 from service.wire import Job, Status, parse_job
+from service.wire.fingerprint import fingerprint
 from service.worker.admission_queue import Admission, AdmissionQueue
 from service.worker.completion import Completion
-from service.worker.digest import digest_of
 from service.worker.edges import Edges
 from service.worker.job_run import JobRun
 from service.worker.outcome import status_of
@@ -55,7 +55,11 @@ class Intake:
         run.targets = self._builder.targets_of(job)
         try:
             opened = await self._edges.publisher.open(
-                job.id, origin=run.origin, digest=digest_of(delivery), num_choices=job.n, stream=job.stream
+                job.id,
+                origin=run.origin,
+                digest=fingerprint(delivery.value),
+                num_choices=job.n,
+                stream=job.stream,
             )
         except JobError as error:
             await self._completion.refuse_record(run, error)

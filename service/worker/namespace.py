@@ -11,7 +11,7 @@ from aiokafka.errors import KafkaError
 from redis.exceptions import ResponseError
 
 from service.errors import SettingsError
-from service.ingest.config import KafkaConfig
+from service.ingest.kafka_config import KafkaConfig
 from service.ingest.topics import cluster_id
 from service.stream.config import StreamConfig
 from service.stream.publisher import StreamPublisher

@@ -8,7 +8,7 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.consumer import fetcher
 
-from service.ingest.connection import NOTHING
+from service.ingest.kafka_clients import NO_PARTITION
 from service.ingest.poller import Poller
 from tests.support.kafka import KafkaBroker
 from tests.support.members import Member, config_for, eventually, member, polled, publish
@@ -91,7 +91,7 @@ async def test_control_polling_paused_partitions_throws_their_records_away(
     getmany = AIOKafkaConsumer.getmany
 
     async def poll_all(self: Any, *partitions: Any, **options: Any) -> Any:
-        return await getmany(self, *(() if partitions == (NOTHING,) else partitions), **options)
+        return await getmany(self, *(() if partitions == (NO_PARTITION,) else partitions), **options)
 
     monkeypatch.setattr(AIOKafkaConsumer, "getmany", poll_all)
     assert await fetches_while_draining(kafka, monkeypatch) > 10

@@ -13,8 +13,8 @@ from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.admin import AIOKafkaAdminClient
 
 from service.ingest import KafkaConfig
-from service.ingest.connection import Committed, fetch_committed
-from service.ingest.metadata import MAX_METADATA_BYTES
+from service.ingest.commit_map import MAX_METADATA_BYTES
+from service.ingest.commits import Committed, fetch_committed
 from tests.support.kafka import KafkaBroker
 from tests.support.members import Member, config_for, eventually, member, polled, publish
 
@@ -64,7 +64,7 @@ async def test_map_round_trip_the_next_owner_gets_only_what_is_incomplete(kafka:
 async def test_control_without_the_map_complete_jobs_run_again(
     kafka: KafkaBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.ingest.connection.decode_completed", lambda offset, metadata: None)
+    monkeypatch.setattr("service.ingest.commits.decode_completed", lambda offset, metadata: None)
     config = config_for(kafka, await kafka.new_topic())
     await publish(kafka, config.jobs_topic, numbers(4))
     async with member(config) as first:

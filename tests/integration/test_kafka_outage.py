@@ -170,7 +170,7 @@ async def test_hazard_broken_producer_is_rebuilt_and_the_record_sent_again(
     await asyncio.gather(
         *(producer.send(config.results_topic, b"%d" % n, b"2", [("h", b"x")]) for n in range(20))
     )
-    assert producer.rebuilds == 1, "once, for all that failed"
+    assert producer.stats().rebuilds == 1, "once, for all that failed"
     records = await read_all(config, 21)
     assert {record.key for record in records} == {b"a"} | {b"%d" % n for n in range(20)}
     assert records[-1].headers == (("h", b"x"),)
@@ -185,7 +185,7 @@ async def test_sends_in_flight_are_bounded(kafka: KafkaBroker) -> None:
     async def send(number: int) -> None:
         nonlocal most
         await producer.send(config.results_topic, b"%d" % number, b"value")
-        most = max(most, producer.in_flight + 1)
+        most = max(most, producer.stats().in_flight + 1)
 
     sends = [asyncio.create_task(send(number)) for number in range(30)]
     running = asyncio.create_task(producer.run())
@@ -205,7 +205,7 @@ async def test_record_too_large_for_the_topic_names_the_limit_and_harms_nobody(k
             await producer.send(config.results_topic, b"k", too_large)
         assert caught.value.field == "value"
     await producer.send(config.results_topic, b"k", b"small")
-    assert producer.rebuilds == 0
+    assert producer.stats().rebuilds == 0
     await producer.stop()
 
 

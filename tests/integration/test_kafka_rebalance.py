@@ -7,7 +7,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener
 
 from service.ingest.assignments import Assignments
-from service.ingest.connection import abandon, make_consumer, new_assignor
+from service.ingest.kafka_clients import abandon_consumer, make_group_consumer, new_assignor
 from tests.support.kafka import KafkaBroker
 from tests.support.members import LIMIT_S, Member, config_for, eventually, member, polled, publish
 
@@ -190,11 +190,11 @@ async def test_hazard_close_during_a_rebalance_that_does_not_end_is_bounded(
 async def test_abandoned_consumer_does_not_heartbeat_for_a_member_that_is_gone(kafka: KafkaBroker) -> None:
     config = config_for(kafka, await kafka.new_topic(), session_timeout_s=1.0)
     await publish(kafka, config.jobs_topic, [b"0"])
-    gone = make_consumer(config, new_assignor(), _Ignores())
+    gone = make_group_consumer(config, new_assignor(), _Ignores())
     await gone.start()
     try:
         await asyncio.wait_for(gone.getone(), LIMIT_S)
     finally:
-        await abandon(gone)
+        await abandon_consumer(gone)
     async with member(config) as heir:
         await heir.received(1)

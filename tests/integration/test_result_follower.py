@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from service.client.results import ResultFollower
+from service.client.result_topic import ResultFollower
 from service.errors import InternalError
 from service.ingest import KafkaConfig
 from service.wire import Result

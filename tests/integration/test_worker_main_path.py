@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from service.stream.control import request_cancel
-from service.worker.digest import digest_of_value
+from service.wire.fingerprint import fingerprint
 from tests.support.kafka import KafkaBroker
 from tests.support.redis import RedisServer
 from tests.support.service import new_service, running_worker
@@ -175,7 +175,7 @@ async def test_tokens_of_another_tokenizer_are_dropped_and_readers_are_told(
     # What a worker with another model left behind: ids whose text is not this tokenizer's.
     async with running_publisher(redis_server.url) as publisher:
         opened = await publisher.open(
-            "moved", origin=f"{topic}/0/0@{stamp}", digest=digest_of_value(value), num_choices=1, stream=True
+            "moved", origin=f"{topic}/0/0@{stamp}", digest=fingerprint(value), num_choices=1, stream=True
         )
         assert opened.stream is not None
         opened.stream.start()

@@ -64,7 +64,7 @@ class Member:
     @property
     def kafka(self) -> Any:
         """The AIOKafkaConsumer of now, for tests that look at or break its insides."""
-        return self.consumer._membership.consumer
+        return self.consumer._member.consumer
 
     def values(self) -> list[bytes]:
         return [delivery.value or b"" for delivery in self.deliveries]
@@ -109,8 +109,8 @@ class Member:
 
 async def polled(worker: Member, times: int) -> None:
     """The consumer has gone round its poll loop so often, and had its chance to do what it should not."""
-    turn = worker.consumer._poller._turn
-    await eventually(lambda: worker.consumer._poller._turn > turn + times, f"{times} polls")
+    turn = worker.consumer._poller._num_polls
+    await eventually(lambda: worker.consumer._poller._num_polls > turn + times, f"{times} polls")
 
 
 @contextlib.asynccontextmanager

@@ -9,13 +9,12 @@ from redis.asyncio import Redis
 
 from service.client.client import Client
 from service.client.lookup import Seen, seen_before
-from service.client.results import read_results
+from service.client.result_topic import read_results
 from service.embedded.stack import EmbeddedStack
-from service.ingest.delivery import Delivery
 from service.settings import Settings, load_settings
 from service.stream.keys import JobKeys
 from service.wire import Result
-from service.worker.digest import digest_of
+from service.wire.fingerprint import fingerprint
 
 
 @pytest.fixture
@@ -38,14 +37,14 @@ async def test_only_expected_results_are_handed_out_and_none_is_kept(settings: S
         await _write(settings, *(Result(f"job-{number}", "completed", 1, "w") for number in range(40)))
         assert [(await each).id for each in awaited] == [f"job-{number}" for number in range(20)]
         await asyncio.sleep(0)
-        assert client.results.num_expected == 0
+        assert client.results.stats().num_expected == 0
 
 
 async def test_cancelled_waiter_is_forgotten(settings: Settings) -> None:
     async with Client(settings) as client:
         client.results.expect("job-1").cancel()
         await asyncio.sleep(0)
-        assert client.results.num_expected == 0
+        assert client.results.stats().num_expected == 0
 
 
 async def test_result_that_came_before_is_found_on_the_topic(settings: Settings) -> None:
@@ -64,7 +63,7 @@ async def test_what_redis_remembers_of_a_job(settings: Settings) -> None:
     redis = Redis.from_url(settings.redis_url)
     try:
         assert await seen_before(redis, "tailrace", "job-1", b"{}") is Seen.NEVER
-        digest = digest_of(Delivery("", 0, 0, 0, None, b"{}", (), 0))
+        digest = fingerprint(b"{}")
         await redis.hset(JobKeys.of("job-1").meta, "digest", digest)
         assert await seen_before(redis, "tailrace", "job-1", b"{}") is Seen.RUNNING
         assert await seen_before(redis, "tailrace", "job-1", b"{ }") is Seen.OTHER_JOB

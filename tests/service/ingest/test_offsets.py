@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from service.ingest.metadata import MAX_METADATA_BYTES, Ranges, decode_completed, encode_completed
+from service.ingest.commit_map import MAX_METADATA_BYTES, Ranges, decode_completed, encode_completed
 from service.ingest.offsets import PartitionOffsets
 
 STEPS = settings(max_examples=120, stateful_step_count=60, deadline=None)

@@ -1,16 +1,17 @@
-"""Follows the results topic and hands each awaited terminal record to who waits for it."""
+"""Reads the results topic: follows it for awaited results, and searches it for earlier ones."""
 
 import asyncio
-import contextlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import ConsumerStoppedError, KafkaError
 
 from service.errors import InternalError
-from service.ingest.config import KafkaConfig
-from service.ingest.fetch_throttle import FetchThrottle
+from service.ingest.kafka_clients import close_consumer, make_topic_reader
+from service.ingest.kafka_config import KafkaConfig
+from service.waiting import cancellation_kept, wait_for
 from service.wire import Result, parse_result
 
 _log = structlog.get_logger(__name__)
@@ -18,69 +19,86 @@ _log = structlog.get_logger(__name__)
 POLL_MS = 500
 MAX_RECORDS = 500
 REBUILD_AFTER_S = 30.0
-"""Records are known to be there and none arrives for this long: the consumer is replaced."""
+"""The consumer is replaced when the topic holds records and none arrives for this long."""
 RECONNECT_S = 1.0
 STOP_TIMEOUT_S = 5.0
 MAX_FAILURES = 3
-"""Unexpected errors in a row, before those who wait are told."""
+"""Unexpected errors in a row after which the waiting callers get InternalError."""
 
 
 class _StuckError(Exception):
     pass
 
 
+@dataclass(frozen=True, slots=True)
+class FollowerStats:
+    """A snapshot of a ResultFollower."""
+
+    connected: bool
+    num_expected: int
+    """Results that callers wait for."""
+    num_reconnects: int
+    """How often a consumer was replaced, over the follower's life."""
+
+
 class ResultFollower:
-    """Every process sees every result: no consumer group. Only results that somebody expects are kept."""
+    """Follows the results topic outside any consumer group, and keeps only the results that a caller expects."""
 
     def __init__(self, config: KafkaConfig) -> None:
         self._config = config
         self._consumer: AIOKafkaConsumer | None = None
         self._positions: dict[TopicPartition, int] = {}
-        self._expected: dict[str, asyncio.Future[Result]] = {}
+        self._expected: dict[str, list[asyncio.Future[Result]]] = {}
         self._task: asyncio.Task[None] | None = None
-        self._stopping = False
-        """Looked at as well: somewhere below aiokafka a cancellation can get lost."""
+        self._stopping = asyncio.Event()
+        """Read besides the cancellation, which aiokafka can swallow."""
         self._last_record_s = 0.0
+        self._num_failures = 0
+        """Unexpected errors in a row."""
+        self._num_reconnects = 0
 
-    @property
-    def num_expected(self) -> int:
-        return len(self._expected)
+    def stats(self) -> FollowerStats:
+        return FollowerStats(self._consumer is not None, len(self._waiting()), self._num_reconnects)
 
     async def start(self) -> None:
-        """Stand at the topic's end: results of jobs published from now on will be seen. Raises KafkaError."""
+        """Begins at the topic's end: results of jobs published from now on are seen. Raises KafkaError or OSError."""
         await self._connect()
         self._task = asyncio.create_task(self._run(), name="results")
 
     async def stop(self) -> None:
-        self._stopping = True
+        """Ends in bounded time; cancels the futures of all who still wait."""
+        self._stopping.set()
         if self._task is not None:
             self._task.cancel()
-            await asyncio.wait([self._task])
+            await asyncio.wait([self._task], timeout=STOP_TIMEOUT_S)
         await self._disconnect()
-        for future in self._expected.values():
+        for future in self._waiting():
             future.cancel()
         self._expected.clear()
 
     def expect(self, job_id: str) -> "asyncio.Future[Result]":
-        """Call before the job is published. The future of a cancelled waiter is forgotten.
+        """Returns a future of the job's result; call before the job is published. A cancelled future is forgotten.
 
-        It ends in InternalError when the topic cannot be followed any more, for another reason than a broker that is
-        away.
+        The future ends in InternalError when the record is no result, or when the topic cannot be followed any more
+        for another reason than an unreachable broker.
         """
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._expected[job_id] = future
-        future.add_done_callback(lambda _: self._expected.pop(job_id, None))
+        self._expected.setdefault(job_id, []).append(future)
+        future.add_done_callback(lambda done: self._forget(job_id, done))
         return future
 
+    def _forget(self, job_id: str, future: "asyncio.Future[Result]") -> None:
+        waiting = self._expected.get(job_id, [])
+        if future in waiting:
+            waiting.remove(future)
+        if not waiting:
+            self._expected.pop(job_id, None)
+
+    def _waiting(self) -> "list[asyncio.Future[Result]]":
+        return [future for futures in self._expected.values() for future in futures]
+
     async def _connect(self) -> None:
-        consumer = AIOKafkaConsumer(
-            self._config.results_topic,
-            group_id=None,
-            auto_offset_reset="latest",
-            enable_auto_commit=False,
-            **self._config.client_options(),
-        )
-        FetchThrottle.install(consumer)
+        consumer = make_topic_reader(self._config, self._config.results_topic, start="latest")
         try:
             await consumer.start()
             for partition in consumer.assignment():
@@ -88,45 +106,47 @@ class ResultFollower:
                     consumer.seek(partition, self._positions[partition])
                 self._positions[partition] = await consumer.position(partition)
         except BaseException:
-            await consumer.stop()
+            await close_consumer(consumer)
             raise
         self._consumer = consumer
 
     async def _disconnect(self) -> None:
-        """Never raises: the consumer may be in any state."""
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
-            with contextlib.suppress(KafkaError, OSError, TimeoutError):
-                async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await consumer.stop()
+            await close_consumer(consumer)
 
     async def _run(self) -> None:
         """Follows the topic until it is cancelled, with a new consumer whenever one fails.
 
-        What no reconnect can mend is told to all who wait, instead of leaving them to wait for ever.
+        An error that no reconnect mends is raised in all waiting callers, who would wait for ever otherwise.
         """
-        num_failures = 0
-        while not self._stopping:
+        while not self._stopping.is_set():
             try:
-                if self._consumer is None:
-                    await self._connect()
-                self._last_record_s = asyncio.get_running_loop().time()
-                while not self._stopping:
-                    await self._poll()
-                    num_failures = 0
-                    await self._check_progress()
+                with cancellation_kept():
+                    await self._follow()
             except (KafkaError, OSError, TimeoutError, ConsumerStoppedError, _StuckError) as error:
                 _log.warning("results_unreadable", error=repr(error), action="connecting anew")
             except Exception as error:
-                num_failures += 1
-                _log.exception("results_follower_failed", failures=num_failures)
-                if num_failures >= MAX_FAILURES:
+                self._num_failures += 1
+                _log.exception("results_follower_failed", failures=self._num_failures)
+                if self._num_failures >= MAX_FAILURES:
                     self._fail_waiters(error)
             await self._disconnect()
-            await asyncio.sleep(RECONNECT_S)
+            self._num_reconnects += 1
+            await wait_for(self._stopping, RECONNECT_S)
+
+    async def _follow(self) -> None:
+        """Polls until told to stop; raises when the consumer should be replaced."""
+        if self._consumer is None:
+            await self._connect()
+        self._last_record_s = asyncio.get_running_loop().time()
+        while not self._stopping.is_set():
+            await self._poll()
+            self._num_failures = 0
+            await self._check_progress()
 
     def _fail_waiters(self, error: Exception) -> None:
-        for future in list(self._expected.values()):
+        for future in self._waiting():
             if not future.done():
                 future.set_exception(InternalError(f"the results topic cannot be followed: {error!r}"))
 
@@ -140,13 +160,14 @@ class ResultFollower:
                 self._take(record.key, record.value)
 
     def _take(self, key: bytes | None, value: bytes | None) -> None:
-        future = self._expected.get((key or b"").decode(errors="replace"))
-        if future is None or future.done() or value is None:
+        waiting = self._expected.get((key or b"").decode(errors="replace"))
+        if waiting is None or value is None:
             return
-        try:
-            future.set_result(parse_result(value))
-        except InternalError as error:
-            future.set_exception(error)
+        for future in [each for each in waiting if not each.done()]:
+            try:
+                future.set_result(parse_result(value))
+            except InternalError as error:
+                future.set_exception(error)
 
     async def _check_progress(self) -> None:
         """Raises _StuckError when records are there and none arrives, as aiokafka's fetcher can leave it (#703)."""
@@ -161,12 +182,13 @@ class ResultFollower:
 
 
 async def read_results(config: KafkaConfig, job_ids: Iterable[str]) -> dict[str, Result]:
-    """Results of these jobs that stand on the topic now, the last of each. Reads the whole topic."""
+    """Returns the last result of each of these jobs that has one on the topic now. Reads the whole topic.
+
+    Raises KafkaError or OSError when Kafka is unreachable, InternalError for a record that is no result.
+    """
     wanted = set(job_ids)
     found: dict[str, Result] = {}
-    consumer = AIOKafkaConsumer(
-        config.results_topic, group_id=None, auto_offset_reset="earliest", **config.client_options()
-    )
+    consumer = make_topic_reader(config, config.results_topic, start="earliest")
     try:
         await consumer.start()
         ends = await consumer.end_offsets(list(consumer.assignment()))
@@ -177,7 +199,7 @@ async def read_results(config: KafkaConfig, job_ids: Iterable[str]) -> dict[str,
                     if job_id in wanted and record.value is not None:
                         found[job_id] = parse_result(record.value)
     finally:
-        await consumer.stop()
+        await close_consumer(consumer)
     return found
 
 

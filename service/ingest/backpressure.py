@@ -1,4 +1,4 @@
-"""Whether to fetch, and whether fetching still works. Pure: credit, positions and time are passed in."""
+"""Decides whether to fetch, and whether fetching still works. Pure: credit, positions and time are passed in."""
 
 from collections.abc import Collection, Mapping
 
@@ -6,23 +6,21 @@ from service.ingest.delivery import TopicPartition
 
 
 class CreditGate:
-    """Closes when credit is used up and opens again only well above: each closing costs what was on its
-    way."""
+    """Closes when credit is used up and opens again only well above: each closing costs the records already fetched."""
 
     def __init__(self, resume_credit: int) -> None:
         self._resume_credit = resume_credit
         self._peak = 0
         self.open = True
-        self.closings = 0
+        self.num_closings = 0
 
     def update(self, credit: int, num_incomplete: int) -> bool:
-        """Returns whether to fetch. With nothing in flight any credit opens it: nothing else could ever raise
-        it."""
+        """Returns whether to fetch. With nothing in flight any credit opens the gate: no completion could raise it."""
         self._peak = max(self._peak, credit)
         low_water = max(1, min(self._resume_credit, self._peak // 2))
         if self.open and credit <= 0:
             self.open = False
-            self.closings += 1
+            self.num_closings += 1
         elif not self.open and (credit >= low_water or (credit > 0 and num_incomplete == 0)):
             self.open = True
         return self.open
@@ -40,9 +38,9 @@ class _Watch:
 class ProgressWatchdog:
     """Finds a consumer that stopped fetching without an error (aiokafka #703, #625, #983).
 
-    A partition is stalled when it is behind the end of its log, may be fetched, was asked for in a poll that
-    came back empty, and has not moved for the whole timeout. Waiting behind another partition's records is no
-    stall.
+    A partition is stalled when its position is below the end of its log, it may be fetched, it was asked for in a
+    poll that came back empty, and it has not moved for the whole timeout. Waiting for another partition's records is
+    no stall.
     """
 
     def __init__(self, stall_timeout_s: float) -> None:

@@ -1,8 +1,8 @@
-"""Knobs of everything that talks to Kafka. Times are in seconds, sizes in bytes."""
+"""Knobs of everything that talks to Kafka."""
 
 import ssl
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 Compression = Literal["none", "gzip", "snappy", "lz4", "zstd"]
 MIB = 1024 * 1024
@@ -25,7 +25,7 @@ class KafkaConfig:
     sasl_password: str | None = field(default=None, repr=False)
 
     metadata_max_age_s: float = 30.0
-    """After so long a new partition of the topic is noticed."""
+    """A new partition of the topic is noticed within this time."""
     session_timeout_s: float = 45.0
     heartbeat_interval_s: float = 3.0
     rebalance_timeout_s: float = 30.0
@@ -35,21 +35,19 @@ class KafkaConfig:
     poll_timeout_s: float = 0.5
     max_poll_records: int = 256
     resume_credit: int = 8
-    """Low-water mark: a paused consumer resumes at this credit, or at half of the most it ever had if that is
-    less."""
+    """Low-water mark: a paused consumer resumes at this credit, or at half of the most it ever had if that is less."""
     fetch_max_bytes: int = 16 * MIB
     max_partition_fetch_bytes: int = 1 * MIB
-    """Soft: the first record of a fetch comes whole whatever its size, so this bounds the buffer, not the
-    jobs."""
+    """Soft: the first record of a fetch comes whole whatever its size, so this bounds the buffer, not the jobs."""
 
     commit_interval_s: float = 1.0
     commit_timeout_s: float = 5.0
 
     check_interval_s: float = 5.0
-    """Between two comparisons of positions with end offsets; after three without an answer the consumer is
-    not ready."""
+    """Time between two comparisons of positions with end offsets; after three without an answer the consumer is not
+    ready."""
     stall_timeout_s: float = 30.0
-    """Records are there, credit too, and nothing moves for this long: the consumer is rebuilt."""
+    """The consumer is rebuilt when there are records and credit and nothing moves for this long."""
     retry_backoff_max_s: float = 5.0
 
     create_topics: bool = True
@@ -57,7 +55,9 @@ class KafkaConfig:
     replication_factor: int = 1
     max_message_bytes: int = 16 * MIB
 
-    compression: Compression = "lz4"
+    compression: Compression = "none"
+    """Codec of results, dead letters and the client's jobs. Every client reads "none" and "gzip"; others need an extra
+    in aiokafka and kafkajs."""
     max_in_flight_sends: int = 256
     ack_timeout_s: float = 30.0
     """A producer that acknowledges nothing for this long is replaced, and the records are sent again."""
@@ -74,20 +74,5 @@ class KafkaConfig:
 
     @property
     def request_timeout_s(self) -> float:
-        """aiokafka times JoinGroup like any request, though the broker holds it for the whole rebalance
-        timeout."""
+        """aiokafka times JoinGroup like any request, though the broker holds it for the whole rebalance timeout."""
         return self.rebalance_timeout_s + 10.0
-
-    def client_options(self) -> dict[str, Any]:
-        """Arguments that aiokafka's consumer, producer and admin client have in common."""
-        return {
-            "bootstrap_servers": self.bootstrap,
-            "client_id": self.client_id,
-            "metadata_max_age_ms": round(self.metadata_max_age_s * 1000),
-            "request_timeout_ms": round(self.request_timeout_s * 1000),
-            "security_protocol": self.security_protocol,
-            "ssl_context": self.ssl_context,
-            "sasl_mechanism": self.sasl_mechanism,
-            "sasl_plain_username": self.sasl_username,
-            "sasl_plain_password": self.sasl_password,
-        }

@@ -1,9 +1,8 @@
-"""Offsets completed beyond the committed one, as text that fits the metadata of a Kafka offset commit.
+"""Encodes offsets completed beyond the committed one as text that fits the metadata of a Kafka offset commit.
 
-Layout: `tailrace1:` + base64url of CRC-32 (big-endian, over the committed offset and the payload) and
-payload. The payload is LEB128 numbers in pairs: incomplete offsets to step over, then completed ones. The
-first pair starts at the committed offset. The checksum covers the offset, so a map is never read against an
-offset that a tool has moved.
+Layout: `tailrace1:` + base64url of CRC-32 (big-endian, over the committed offset and the payload) and payload. The
+payload is LEB128 numbers in pairs: incomplete offsets to step over, then completed ones. The first pair starts at the
+committed offset. The checksum covers the offset, so a map is never read against an offset that a tool has moved.
 """
 
 import base64
@@ -22,7 +21,7 @@ _CRC_BYTES = 4
 
 
 def payload_capacity(limit_bytes: int = MAX_METADATA_BYTES) -> int:
-    """Payload bytes that fit a text of `limit_bytes` (base64 spends four characters on three bytes)."""
+    """Returns how many payload bytes fit a text of `limit_bytes` (base64 spends four characters on three bytes)."""
     return max(0, (limit_bytes - len(_PREFIX)) // 4 * 3 - _CRC_BYTES)
 
 
