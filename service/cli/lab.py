@@ -1,4 +1,4 @@
-"""`tailrace lab`: who sits where in each iteration, under static and under continuous batching."""
+"""`tailrace lab`: shows which request holds which slot in each iteration, under static and continuous batching."""
 
 import sys
 from typing import Any
@@ -12,12 +12,13 @@ EXAMPLES = {"varied": (8, 2, 2, 2, 6, 4, 4, 4), "even": (4,) * 8}
 MAX_REQUESTS = 256
 MAX_LENGTH = 4_096
 MAX_COLUMNS = 120
-"""Iterations drawn; longer runs say how many are not shown."""
+"""Iterations that are drawn; a longer run says how many are not shown."""
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def lab(*, example: str | None, requests: str | None, slots: int, as_json: bool) -> None:
+    """Draw both policies, or print them as JSON. Raises SettingsError for lengths outside the limits."""
     if example and requests is not None:
         raise SettingsError("--example and --requests exclude each other")
     lengths = EXAMPLES[example or "varied"] if requests is None else _parse(requests)
@@ -69,7 +70,7 @@ def _summary(run: VirtualRun) -> dict[str, Any]:
         "slot_use": round(run.slot_use, 3),
         "finished_at": [round(finished[name] or 0) for name in ids],
         "grid": [
-            [None if seat is None else ids.index(seat) for seat in iteration.seats]
+            [None if held is None else ids.index(held) for held in iteration.seats]
             for iteration in run.iterations
         ],
     }
@@ -80,7 +81,7 @@ def _draw(name: str, run: VirtualRun) -> None:
     shown = run.iterations[:MAX_COLUMNS]
     title = f"{name}: {len(run.iterations)} iterations, slot use {run.slot_use:.1%}"
     rows = [
-        [None if (seat := iteration.seats[slot]) is None else ids[seat] for iteration in shown]
+        [None if (held := iteration.seats[slot]) is None else ids[held] for iteration in shown]
         for slot in range(run.num_seats)
     ]
     if sys.stdout.isatty():
@@ -111,6 +112,6 @@ def _draw_colours(title: str, rows: list[list[int | None]]) -> None:
 
 
 def _letter(index: int) -> str:
-    """A, B, … Z, A1, B1, …"""
+    """Name requests A, B, … Z, A1, B1, …"""
     again = index // len(_LETTERS)
     return _LETTERS[index % len(_LETTERS)] + (str(again) if again else "")
