@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 
 from scheduler.plan import StepPlan, StepResult
-from service.cli.local import local_service
+from service.cli.serve import local_service
 from service.client import Client
 from service.settings import load_settings
 from service.worker.worker import Worker

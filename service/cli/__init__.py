@@ -1,4 +1,4 @@
-"""The `tailrace` command. Nothing heavy is imported before a command needs it."""
+"""The `tailrace` command. Imports nothing heavy before a command needs it."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ def main() -> None:
     except OSError as error:
         if error.errno not in (errno.EPIPE, *_OUTPUT_ERRORS):
             raise
-        # What is still buffered would fail again at exit, with a traceback.
+        # The buffered rest would fail again at exit, with a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno != errno.EPIPE:
             _say(f"output cannot be written: {error.strerror}")

@@ -1,4 +1,4 @@
-"""`python -m service.cli`, for where the package is not installed."""
+"""Runs `python -m service.cli`, where the package is not installed."""
 
 from service.cli import main
 

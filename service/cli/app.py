@@ -1,4 +1,4 @@
-"""Commands and their options. Each body imports what it runs: `tailrace --help` stays quick."""
+"""Commands and their options. Each body imports what it runs, so that `tailrace --help` stays quick."""
 
 import signal
 import sys
@@ -48,8 +48,8 @@ def serve(
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask; `-` reads standard input.", show_default=False)],
-    system: Annotated[str | None, typer.Option(help="A system message before it.")] = None,
-    raw: Annotated[bool, typer.Option(help="Continue the text as it is, without chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message before the prompt.")] = None,
+    raw: Annotated[bool, typer.Option(help="Continue the text as it is, without the chat template.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
@@ -91,7 +91,7 @@ def submit(
 
 @app.command()
 def tail(job_id: JobId, as_json: Json = False) -> None:
-    """Follow a job's stream from its first token, whenever one joins."""
+    """Follow a job's stream from its first token on, even when it has begun long ago."""
     from service.cli import generate as command
 
     command.tail(job_id, as_json=as_json)
@@ -100,9 +100,9 @@ def tail(job_id: JobId, as_json: Json = False) -> None:
 @app.command()
 def cancel(
     job_id: JobId,
-    wait: Annotated[bool, typer.Option(help="Until the job has ended.")] = False,
+    wait: Annotated[bool, typer.Option(help="Wait until the job has ended.")] = False,
 ) -> None:
-    """Cancel a job in whatever state it is."""
+    """Cancel a job in any state."""
     from service.cli import generate as command
 
     command.cancel(job_id, wait=wait)
@@ -114,8 +114,10 @@ def summarize(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="JSON lines; default: stdout.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many documents.")] = None,
-    max_words: Annotated[int, typer.Option(min=5, max=2_000, help="Length asked for.")] = 80,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Summarize only so many documents, the first ones.")
+    ] = None,
+    max_words: Annotated[int, typer.Option(min=5, max=2_000, help="Length of a summary.")] = 80,
     context: Annotated[int | None, typer.Option(min=256, help="Tokens of prompt and output.")] = None,
     piece_tokens: Annotated[int, typer.Option(min=64, help="Largest piece of a long document.")] = 1_024,
     in_flight: Annotated[int, typer.Option(min=1, max=1_024, help="Jobs at once.")] = 32,
@@ -145,7 +147,7 @@ def lab(
     slots: Annotated[int, typer.Option(min=1, max=64, help="Slots of the batch.")] = 4,
     as_json: Json = False,
 ) -> None:
-    """Static beside continuous batching, through the real scheduler: rows are slots, columns iterations."""
+    """Compare static and continuous batching in the real scheduler: rows are slots, columns iterations."""
     from service.cli import lab as command
 
     command.lab(example=example.value if example else None, requests=requests, slots=slots, as_json=as_json)
@@ -153,10 +155,10 @@ def lab(
 
 @app.command()
 def config(as_json: Json = False) -> None:
-    """Effective settings, secrets masked."""
-    from service.cli import config as command
+    """Show the effective settings, secrets masked."""
+    from service.cli import doctor as command
 
-    command.show(as_json=as_json)
+    command.show_settings(as_json=as_json)
 
 
 @app.command()
@@ -169,7 +171,7 @@ def doctor(as_json: Json = False) -> None:
 
 @app.command(hidden=True)
 def demo() -> None:
-    """What `ops/demo` shows: the whole path on sample documents."""
+    """Summarize sample documents through the whole path, as `ops/demo` does."""
     from service.cli import demo as command
 
     command.demo()
@@ -177,10 +179,12 @@ def demo() -> None:
 
 @dlq.command("list")
 def dlq_list(
-    limit: Annotated[int, typer.Option(min=1, max=100_000, help="At most so many, oldest first.")] = 1_000,
+    limit: Annotated[
+        int, typer.Option(min=1, max=100_000, help="At most so many letters, oldest first.")
+    ] = 1_000,
     as_json: Json = False,
 ) -> None:
-    """Dead letters with where they came from and why."""
+    """List dead letters: where each came from and why."""
     from service.cli import dlq as command
 
     command.list_letters(limit=limit, as_json=as_json)

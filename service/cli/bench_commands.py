@@ -1,4 +1,4 @@
-"""`tailrace bench` and its options; like those of `app`, each body imports what it runs."""
+"""`tailrace bench` and its options. As in `app`, each body imports what it runs."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,7 +10,7 @@ bench = typer.Typer(help="Throughput and latency, measured.", no_args_is_help=Tr
 Json = Annotated[bool, typer.Option("--json", help="JSON for programs.")]
 _WORKLOAD_HELP = 'JSON list of {"prompt_tokens", "max_tokens"}.'
 Workload = Annotated[Path, typer.Option(help=_WORKLOAD_HELP)]
-Limit = Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Run only so many requests, the first ones.")]
 Slots = Annotated[int | None, typer.Option(min=1, max=1_024, help="Default: TAILRACE_MAX_NUM_SEQS.")]
 Quantized = Annotated[
     Literal["none", "int8"] | None, typer.Option("--quantization", help="Default: TAILRACE_QUANTIZATION.")
@@ -34,15 +34,16 @@ def bench_offline(
     slots: Slots = None,
     quantization: Quantized = None,
     baseline: Annotated[
-        Literal["transformers"] | None, typer.Option(help="Then the same requests through it: takes minutes.")
+        Literal["transformers"] | None,
+        typer.Option(help="Then run the same requests through it, which takes minutes."),
     ] = None,
     baseline_limit: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Requests generated one at a time.")
+        int, typer.Option(min=1, max=10_000, help="Requests that the baseline generates one at a time.")
     ] = 16,
     as_json: Json = False,
 ) -> None:
-    """All requests of a workload at once through the engine, without Kafka and Redis."""
-    from service.cli import bench as command
+    """Run all requests of a workload at once through the engine, without Kafka and Redis."""
+    from service.cli import bench_offline as command
 
     command.offline(
         command.chosen(workload, shape), policies=policy, limit=limit, slots=slots, quantization=quantization,
@@ -56,12 +57,14 @@ def bench_service(
     limit: Limit = None,
     slots: Slots = None,
     compare_streaming: Annotated[
-        bool, typer.Option(help="Instead: the jobs with and without token streams, in turns.")
+        bool, typer.Option(help="Instead run the jobs with and without token streams, in turns.")
     ] = False,
-    repeats: Annotated[int, typer.Option(min=1, max=100, help="Of each with --compare-streaming.")] = 5,
+    repeats: Annotated[
+        int, typer.Option(min=1, max=100, help="Runs of each kind with --compare-streaming.")
+    ] = 5,
     as_json: Json = False,
 ) -> None:
-    """The same workload through Kafka and Redis and through the engine alone, and the ratio of both."""
+    """Run the same workload through Kafka and Redis and through the engine alone; print the ratio of both."""
     from service.cli import bench_service as command
 
     if compare_streaming:
@@ -77,7 +80,7 @@ def bench_decode(
     quantization: Quantized = None,
     as_json: Json = False,
 ) -> None:
-    """Steps in which each request gets one more token: ms and tokens/s by batch size, the model alone."""
+    """Time steps in which each request gets one more token: ms and tokens/s by batch size, the model alone."""
     from service.cli import bench_steps as command
 
     command.decode(batch, context_tokens=context, quantization=quantization, as_json=as_json)
@@ -85,12 +88,14 @@ def bench_decode(
 
 @bench.command("prefill")
 def bench_prefill(
-    prompts: Annotated[int, typer.Option(min=1, max=1_024, help="How many, one after the other.")] = 4,
-    prompt_tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="Of each.")] = 1_024,
+    prompts: Annotated[
+        int, typer.Option(min=1, max=1_024, help="Prompts, computed one after the other.")
+    ] = 4,
+    prompt_tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="Tokens of each prompt.")] = 1_024,
     quantization: Quantized = None,
     as_json: Json = False,
 ) -> None:
-    """Prompts computed in steps of TAILRACE_MAX_NUM_BATCHED_TOKENS: ms per step and tokens/s, the model alone."""
+    """Time prompts in steps of TAILRACE_MAX_NUM_BATCHED_TOKENS: ms per step and tokens/s, the model alone."""
     from service.cli import bench_steps as command
 
     command.prefill(prompts, prompt_tokens=prompt_tokens, quantization=quantization, as_json=as_json)
@@ -105,11 +110,13 @@ def bench_perplexity(
     dtype: Annotated[
         str | None, typer.Option(help="One or more, such as float32,bfloat16. Default: TAILRACE_DTYPE.")
     ] = None,
-    window: Annotated[int, typer.Option(min=2, max=1 << 17, help="Tokens that are read together.")] = 1_024,
+    window: Annotated[
+        int, typer.Option(min=2, max=1 << 17, help="Tokens that the model reads together.")
+    ] = 1_024,
     max_tokens: Annotated[int, typer.Option(min=1, max=10_000_000, help="Tokens to predict.")] = 20_000,
     as_json: Json = False,
 ) -> None:
-    """How well the model predicts documents, run by run, and the ratio to the first: what int8 costs in accuracy."""
+    """Measure how well the model predicts documents, and each run's ratio to the first: what int8 costs in accuracy."""
     from service.cli import bench_perplexity as command
 
     command.perplexity(
@@ -119,7 +126,7 @@ def bench_perplexity(
 
 @bench.command("gpu")
 def bench_gpu(as_json: Json = False) -> None:
-    """What the GPU can do, measured, and how much of it the kernels reach; an 8B model of random weights."""
-    from service.cli import bench_gpu as command
+    """Measure what the GPU can do and how much of it the kernels reach, with an 8B model of random weights."""
+    from service.cli import bench_steps as command
 
     command.gpu(as_json=as_json)

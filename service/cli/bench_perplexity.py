@@ -1,4 +1,4 @@
-"""`tailrace bench perplexity`: how much quantization or a data type costs in accuracy, on documents of one's own.
+"""`tailrace bench perplexity`: measures what quantization or a data type costs in accuracy, on given documents.
 
 Documents are cut into windows of fixed length that do not overlap. Each token of a window but the first is predicted
 from those before it in the same window (every token, where the tokenizer opens a text with one of its own);
@@ -26,11 +26,11 @@ Choice = TypeVar("Choice", bound=str)
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """What is scored, the same for every run."""
+    """The tokens to score, the same for every run."""
 
     windows: list[list[int]]
     num_given: int
-    """First tokens of each window that are not predicted."""
+    """How many tokens at the start of each window are not predicted."""
     num_documents: int
 
     @property
@@ -51,6 +51,7 @@ def perplexity(
     max_tokens: int,
     as_json: bool,
 ) -> None:
+    """Print each run's perplexity. Raises SettingsError and JobError."""
     settings = load_settings()
     if settings.engine != "model":
         raise SettingsError(f"bench perplexity needs a model; TAILRACE_ENGINE is {settings.engine}")
@@ -93,7 +94,10 @@ def _choices(option: str, text: str, known: Sequence[str]) -> list[str]:
 def read_windows(
     documents: Sequence[Path], tokenizer: Tokenizer, window_tokens: int, max_tokens: int
 ) -> Windows:
-    """Windows of the documents in order, until `max_tokens` are to be predicted. Raises SettingsError and JobError."""
+    """Cut the documents into windows, in order, until `max_tokens` are to be predicted.
+
+    Raises SettingsError when there is nothing to predict, JobError for a document that cannot be read.
+    """
     opening = tokenizer.encode_prompt("")
     windows: list[list[int]] = []
     missing, num_documents = max_tokens, 0
@@ -113,7 +117,7 @@ def read_windows(
 
 
 def _cut(token_ids: list[int], opening: list[int], window_tokens: int) -> Iterator[list[int]]:
-    """Every window opens as a text does."""
+    """Yield windows that each begin with the tokens that open a text."""
     body = token_ids[len(opening) :]
     step = max(1, window_tokens - len(opening))
     for first in range(0, len(body), step):
@@ -121,7 +125,7 @@ def _cut(token_ids: list[int], opening: list[int], window_tokens: int) -> Iterat
 
 
 def _run(settings: Settings, dtype: str, quantization: str, windows: Windows) -> tuple[str, list[float]]:
-    """The run's name by what was loaded, and each window's loss."""
+    """Score one configuration: (a name from what was loaded, each window's loss)."""
     from kernels.runtime.model_runner import ModelRunner  # takes seconds
     from kernels.tools.perplexity import score_windows
 
@@ -136,7 +140,7 @@ def _run(settings: Settings, dtype: str, quantization: str, windows: Windows) ->
 
 
 def compare(scores: dict[str, list[float]], sizes: Sequence[int]) -> dict[str, dict[str, float | None]]:
-    """Perplexity of each run and its ratio to the first one's, with the ratio's standard error over windows."""
+    """Return each run's perplexity and its ratio to the first run's, with the ratio's standard error over windows."""
     baseline = next(iter(scores.values()))
     num_tokens = sum(sizes)
     runs: dict[str, dict[str, float | None]] = {}

@@ -1,4 +1,4 @@
-"""The table of a bench's runs, and how far runs of the same thing lie apart."""
+"""The figures of a bench: its table, percentiles, and the spread between runs of the same thing."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from service.cli.console import note, print_table
 
 DISTURBED_SPREAD = 0.1
-"""From here on the machine was busy with something else, and ratios of its figures say little."""
+"""From this spread on the machine was busy with something else, and ratios of its figures say little."""
 
 _COLUMNS = (
     "run", "requests", "prompt tok/s", "output tok/s", "total s", "steps", "slot use", "TTFT p50 ms", "p99",
@@ -15,7 +15,7 @@ _COLUMNS = (
 
 
 def show(report: Mapping[str, Any]) -> None:
-    """`runs` of the report as a table, under its `workload` and `slots`."""
+    """Print the report's `runs` as a table, titled with its `workload` and `slots`."""
     rows = [_row(name, each) for name, each in report["runs"].items()]
     print_table(_COLUMNS, rows, title=f"{report['workload']}, {report['slots']} slots", right=True)
     failed = sum(each.get("failed", 0) for each in report["runs"].values())
@@ -33,12 +33,12 @@ def _row(name: str, each: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def spread(rates: Sequence[float]) -> float:
-    """How much the fastest of runs of the same thing exceeds the slowest, as a share."""
+    """Return by what share the fastest of runs of the same thing exceeds the slowest."""
     return round(max(rates) / min(rates) - 1, 4)
 
 
 def note_spread(what: str, rates: Sequence[float]) -> None:
-    """Says so when a run was disturbed."""
+    """Print a note when the runs differ so much that something disturbed them."""
     apart = spread(rates)
     if apart >= DISTURBED_SPREAD:
         listed = ", ".join(f"{rate:.1f}" for rate in rates)
@@ -47,3 +47,23 @@ def note_spread(what: str, rates: Sequence[float]) -> None:
 
 def _milliseconds(value: float | None) -> str:
     return "–" if value is None else f"{value * 1000:.1f}"
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """Interpolate linearly between neighbours; None without values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    position = share * (len(ordered) - 1)
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def summary(values: Sequence[float]) -> dict[str, float | None]:
+    """Return the percentiles that benches report, by name."""
+    return {f"p{round(share * 100)}": _rounded(percentile(values, share)) for share in (0.5, 0.9, 0.99)}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)

@@ -1,4 +1,4 @@
-"""`tailrace bench service`: a workload through Kafka, worker and Redis, beside the engine alone."""
+"""`tailrace bench service`: runs a workload through Kafka, worker and Redis, and through the engine alone."""
 
 import asyncio
 import statistics
@@ -9,11 +9,10 @@ from typing import Any
 
 import orjson
 
-from service.cli.bench import run_offline, with_slots
-from service.cli.bench_report import note_spread, show, spread
+from service.cli.bench_offline import run_offline, with_slots
+from service.cli.bench_report import note_spread, show, spread, summary
 from service.cli.console import note, print_json, print_table, run
-from service.cli.local import local_service
-from service.cli.percentiles import summary
+from service.cli.serve import local_service
 from service.cli.summarize import local_tokenizer
 from service.cli.workload import WorkloadRequest, load_workload
 from service.client import Client
@@ -25,7 +24,7 @@ STREAMED, UNSTREAMED = "streamed", "results only"
 
 
 def service(workload: Path, *, limit: int | None, slots: int | None, as_json: bool) -> None:
-    """Once through everything, between two runs of the engine alone."""
+    """Run the workload once through the service, between two runs of the engine alone."""
     settings = with_slots(load_settings(), slots)
     report = run(_service(settings, workload, limit))
     if as_json:
@@ -38,7 +37,7 @@ def service(workload: Path, *, limit: int | None, slots: int | None, as_json: bo
 
 
 def streaming(workload: Path, *, repeats: int, limit: int | None, slots: int | None, as_json: bool) -> None:
-    """The same jobs with and without token streams, in turns, `repeats` times each."""
+    """Run the same jobs with and without token streams, in turns, `repeats` times each."""
     settings = with_slots(load_settings(), slots)
     report = run(_streaming(settings, workload, limit, repeats))
     if as_json:
@@ -67,7 +66,7 @@ async def _service(settings: Settings, workload: Path, limit: int | None) -> dic
     async with local_service(settings) as (local, _), Client(local) as client:
         await _warm_up(client, requests)
         through_service = await _run_service(client, requests)
-    # Before and after: what else the machine does meanwhile changes, and the ratio should not.
+    # The engine runs before and after, so that other load on the machine changes the ratio less.
     after = await run_offline(settings, workloads, policies)
     engines = [runs[settings.policy] for runs in (before, after)]
     rates = [engine["output_tokens_per_s"] for engine in engines]
@@ -87,7 +86,7 @@ async def _streaming(settings: Settings, workload: Path, limit: int | None, repe
     async with local_service(settings) as (local, _), Client(local) as client:
         await _warm_up(client, requests)
         for repeat in range(repeats):
-            # Who comes first changes each time, so that a machine that slows down favours neither.
+            # The order alternates, so that a machine that slows down favours neither.
             for name in (STREAMED, UNSTREAMED) if repeat % 2 else (UNSTREAMED, STREAMED):
                 figures = await _run_service(client, requests, stream=name == STREAMED)
                 rates[name].append(figures["output_tokens_per_s"])
@@ -123,7 +122,7 @@ async def _run_service(
 ) -> dict[str, Any]:
     """Publish everything at once; the time runs from the first publish to the last result.
 
-    loop_cpu_s: what worker and client together did on the event loop's thread, a busy machine or not.
+    `loop_cpu_s` is the processor time of worker and client together on the event loop's thread.
     """
     name = f"bench-{time.time_ns()}"
     jobs = [

@@ -1,12 +1,17 @@
-"""What commands print: tables and colours on a terminal, plain lines in a pipe, JSON where asked."""
+"""Prints what commands show: tables and progress on a terminal, plain lines in a pipe, JSON where asked."""
 
 import asyncio
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import orjson
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
 
 T = TypeVar("T")
 
@@ -14,7 +19,7 @@ T = TypeVar("T")
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a command's coroutine.
 
-    SIGTERM unwinds it like Ctrl-C, and so does SIGINT where a shell had it ignored for a background job.
+    SIGTERM cancels it as Ctrl-C does, and so does SIGINT where a shell had it ignored for a background job.
     """
     log_warnings()
     ended_by: list[signal.Signals] = []
@@ -27,7 +32,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def log_warnings() -> None:
-    """Log lines, ours and those of libraries, go to standard error, warnings and up."""
+    """Send log lines from warnings up, libraries' included, to standard error."""
     from service.log import configure_logging
 
     configure_logging("warning", "console" if sys.stderr.isatty() else "json")
@@ -48,26 +53,27 @@ async def _interruptible(main: Coroutine[Any, Any, T], ended_by: list[signal.Sig
 
 
 def print_json(value: Any) -> None:
-    """One value, indented for people on a terminal."""
+    """Print one value as JSON, indented on a terminal."""
     option = orjson.OPT_INDENT_2 if sys.stdout.isatty() else 0
     sys.stdout.buffer.write(orjson.dumps(value, option=option | orjson.OPT_APPEND_NEWLINE))
     sys.stdout.flush()
 
 
 def print_json_line(value: Any) -> None:
+    """Print one value as one line of JSON."""
     sys.stdout.buffer.write(orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE))
     sys.stdout.flush()
 
 
 def note(message: str) -> None:
-    """Something for people, beside the output."""
+    """Print a line for people on standard error, beside the output."""
     print(message, file=sys.stderr, flush=True)
 
 
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None, right: bool = False
 ) -> None:
-    """A table on a terminal, else tab-separated lines; `right` aligns all but the first column."""
+    """Print a table on a terminal, else tab-separated lines; `right` aligns all but the first column."""
     if not sys.stdout.isatty():
         print("\t".join(columns))
         for row in rows:
@@ -84,3 +90,50 @@ def print_table(
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
     Console().print(table)
+
+
+class Progress:
+    """Draws a progress bar on standard error, where that is a terminal.
+
+    Usage: `with Progress("jobs", 100) as progress: progress.advance()`.
+    """
+
+    def __init__(self, what: str, total: int | None) -> None:
+        self._what = what
+        self._total = total
+        self._bar: RichProgress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import Progress as RichProgress
+
+            self._bar = RichProgress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(self._what, total=self._total)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.advance(self._task)
+
+    def skipping(self, items: Iterator[T], is_done: Callable[[T], bool]) -> Iterator[T]:
+        """Yield the same items and count those already done at once."""
+        for item in items:
+            if is_done(item):
+                self.advance()
+            yield item

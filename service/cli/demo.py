@@ -1,4 +1,4 @@
-"""What `ops/demo` shows: documents through Kafka, scheduler, step thread and Redis, and a report."""
+"""The demo: runs documents through Kafka, scheduler, step thread and Redis, and prints a report."""
 
 import sys
 import time
@@ -8,10 +8,10 @@ from typing import Any
 
 import typer
 
+from service.cli.bench_report import percentile
 from service.cli.console import note, print_table, run
 from service.cli.demo_screen import Screen, make_screen
-from service.cli.local import local_service
-from service.cli.percentiles import percentile
+from service.cli.serve import local_service
 from service.cli.summarize import DEFAULT_CONTEXT_TOKENS, local_tokenizer
 from service.cli.workload import SAMPLES
 from service.client import Client, Finished
@@ -29,7 +29,7 @@ DEMO_SLOTS = 16
 
 
 class MemoryRows:
-    """Nothing is kept on disk."""
+    """Keeps rows in memory: nothing is written to disk."""
 
     def __init__(self) -> None:
         self.kept: dict[str, Row] = {}
@@ -40,6 +40,7 @@ class MemoryRows:
 
 
 def demo() -> None:
+    """Run the demo; exit code 1 when a document has no summary."""
     settings = load_settings()
     if "max_num_seqs" not in settings.model_fields_set:
         settings = settings.model_copy(update={"max_num_seqs": DEMO_SLOTS})
@@ -59,7 +60,7 @@ class Demo:
         self._first_token_s: float | None = None
 
     async def run(self) -> bool:
-        """True when every document has its summary."""
+        """Run the demo; return True when every document has its summary."""
         note("starting Kafka and Redis (embedded, in memory) and a worker; loading the model …")
         async with local_service(self._settings) as (settings, worker), Client(settings) as client:
             self._client = client
@@ -148,7 +149,7 @@ def _pair(values: list[float], scale: float, unit: str) -> str:
 
 
 def _slot_use(worker: Worker, num_slots: int) -> float:
-    """Mean rows of a step over the slots there are."""
+    """Return the mean number of rows of a step over the number of slots."""
     registry = worker.metrics.registry
     rows = registry.get_sample_value("tailrace_batch_requests_sum") or 0.0
     steps = registry.get_sample_value("tailrace_batch_requests_count") or 0.0

@@ -1,4 +1,4 @@
-"""The demo's screen: running streams and a progress bar on a terminal, plain lines in a pipe."""
+"""The demo's screen: shows running streams and a progress bar on a terminal, plain lines in a pipe."""
 
 import sys
 import textwrap
@@ -32,7 +32,7 @@ def make_screen(num_documents: int) -> Screen:
 
 
 class PlainScreen:
-    """A line whenever a stream has filled one; `part of a document | text`."""
+    """Prints a line of a stream when it is full: `part of a document | text`."""
 
     def __init__(self, num_documents: int) -> None:
         self._num_documents = num_documents
@@ -71,7 +71,7 @@ class PlainScreen:
 
 
 class TerminalScreen:
-    """The last words of each running stream above the bar; finished summaries scroll away above them."""
+    """Shows the last words of each running stream above the bar; finished summaries scroll away above them."""
 
     def __init__(self, num_documents: int) -> None:
         self._console = Console()

@@ -1,4 +1,4 @@
-"""`tailrace dlq list` and `replay`."""
+"""`tailrace dlq list` and `tailrace dlq replay`."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,6 +24,7 @@ Place = tuple[int, int]
 
 
 def list_letters(*, limit: int, as_json: bool) -> None:
+    """Print up to `limit` dead letters. Raises DependencyError when Kafka does not answer."""
     rows = run(_list(client_settings(), limit))
     if as_json:
         print_json({"dead_letters": rows})
@@ -54,6 +55,7 @@ async def _list(settings: Settings, limit: int) -> list[dict[str, Any]]:
 
 
 def replay(places: list[str], *, everything: bool) -> None:
+    """Publish dead letters again; exit code 1 when one is missing. Raises SettingsError and DependencyError."""
     if bool(places) == everything:
         raise SettingsError("name dead letters as PARTITION:OFFSET, or say --all")
     wanted = None if everything else {_place(text) for text in places}
@@ -65,7 +67,7 @@ def replay(places: list[str], *, everything: bool) -> None:
 
 
 async def _replay(settings: Settings, wanted: set[Place] | None) -> set[Place]:
-    """Publish again; returns the places where nothing was. The letters themselves stay."""
+    """Publish dead letters again and return the places that held none. The letters themselves stay."""
     config = kafka_config(settings)
     missing = set(wanted or ())
     num_replayed = 0
@@ -87,7 +89,7 @@ async def _replay(settings: Settings, wanted: set[Place] | None) -> set[Place]:
 
 
 async def _read(config: KafkaConfig) -> AsyncIterator[tuple[Place, DeadLetter]]:
-    """All dead letters that stand on the topic now, partition by partition."""
+    """Yield all dead letters that are on the topic now, partition by partition."""
     consumer = make_topic_reader(config, config.dead_letter_topic, start="earliest")
     try:
         async with _reaching(config):
@@ -115,7 +117,7 @@ async def _read_partition(
 
 @asynccontextmanager
 async def _reaching(config: KafkaConfig) -> AsyncIterator[None]:
-    """Turns a broker that cannot be reached into one clear error."""
+    """Turn the errors of a broker that cannot be reached into DependencyError."""
     try:
         yield
     except (KafkaError, OSError) as error:

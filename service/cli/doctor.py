@@ -1,4 +1,4 @@
-"""`tailrace doctor`: what is there, what is missing, what to do about it."""
+"""`tailrace doctor` and `tailrace config`: what an installation has, what it lacks, and its settings."""
 
 import asyncio
 import importlib.metadata
@@ -14,7 +14,7 @@ import typer
 from service.cli.console import print_json, print_table, run
 from service.client.discover import client_settings
 from service.errors import TailraceError
-from service.settings import Settings
+from service.settings import ENV_PREFIX, Settings, load_settings, masked
 
 TIMEOUT_S = 8.0
 
@@ -34,6 +34,7 @@ class Finding:
 
 
 def doctor(*, as_json: bool) -> None:
+    """Print every check's finding; exit code 1 when one failed."""
     findings = run(examine(client_settings()))
     good = all(finding.verdict is not Verdict.FAIL for finding in findings)
     if as_json:
@@ -45,8 +46,32 @@ def doctor(*, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
+def show_settings(*, as_json: bool) -> None:
+    """Print the value of every setting and its origin: environment, embedded pair or default."""
+    from_environment = load_settings().model_fields_set
+    settings = client_settings()
+    shown = masked(settings)
+    if as_json:
+        print_json(shown)
+        return
+    rows = []
+    for name, field in Settings.model_fields.items():
+        origin = "environment" if name in from_environment else "default"
+        if (
+            name in ("kafka_bootstrap", "redis_url")
+            and origin == "default"
+            and getattr(settings, name) != field.default
+        ):
+            origin = "running embedded pair"
+        value = shown[ENV_PREFIX + name.upper()]
+        rows.append(
+            (ENV_PREFIX + name.upper(), "" if value is None else value, origin, field.description or "")
+        )
+    print_table(("setting", "value", "from", "meaning"), rows)
+
+
 async def examine(settings: Settings) -> list[Finding]:
-    """Every check, whatever the others found."""
+    """Run every check, whatever the others found."""
     blocking: list[Callable[[Settings], Finding]] = [_python, _memory, _model, _device, _kernels, _embedded]
     findings = [await asyncio.to_thread(_guarded, check, settings) for check in blocking]
     remote: list[Callable[[Settings], Awaitable[Finding]]] = [_kafka, _redis]
@@ -107,7 +132,7 @@ def _device(settings: Settings) -> Finding:
 
 
 def _visible_gpu() -> str | None:
-    """Name of the first GPU. In the driver's words: asking torch would take seconds and memory on the device."""
+    """Return the first GPU's name, from the driver: asking torch would take seconds and memory on the device."""
     import subprocess
 
     try:

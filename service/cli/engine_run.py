@@ -1,4 +1,4 @@
-"""One workload through an in-process engine: no Kafka, no Redis, no text."""
+"""Runs one workload through an engine in this process, without Kafka, Redis or text."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ from typing import Any
 from kernels.runner import Runner
 from scheduler.plan import SamplingParams, StepPlan, StepResult
 from scheduler.spec import FinishReason, RequestSpec, RequestUpdate, ServiceClass
-from service.cli.percentiles import summary
+from service.cli.bench_report import summary
 from service.cli.workload import WorkloadRequest
 from service.engine import StepThread, make_engine
 from service.errors import SettingsError
@@ -18,7 +18,7 @@ from service.settings import Settings
 
 @dataclass(slots=True)
 class Timeline:
-    """When a request's tokens came, on the monotonic clock."""
+    """The times of a request's tokens, on the monotonic clock."""
 
     num_tokens: int = 0
     first_s: float | None = None
@@ -28,7 +28,7 @@ class Timeline:
 
 @dataclass(slots=True)
 class EngineRun:
-    """Collects what an engine does with a workload; `report` is its JSON."""
+    """Collects what an engine does with a workload; `report` gives its JSON."""
 
     num_slots: int
     timelines: dict[str, Timeline] = field(default_factory=dict)
@@ -90,7 +90,10 @@ async def run_engine(
     requests: Sequence[WorkloadRequest],
     policy: str,
 ) -> dict[str, Any]:
-    """All requests at once, greedy, ends of sequence ignored. Raises SettingsError for a request that never fits."""
+    """Run all requests at once, greedily, ignoring ends of sequence.
+
+    Raises SettingsError for a request that can never fit.
+    """
     run = EngineRun(settings.max_num_seqs)
     engine = make_engine(settings, step_thread, runner, run.on_updates, on_step=run.on_step, policy=policy)
     run.started_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""`tailrace generate`, `tail` and `cancel`: one job's stream on the screen."""
+"""`tailrace generate`, `tail` and `cancel`: shows one job's stream."""
 
 import asyncio
 import secrets
@@ -24,14 +24,14 @@ from service.wire.limits import MAX_CUSTOM_ID_CHARS
 HINT_AFTER_S = 5.0
 LOOKUP_TIMEOUT_S = 20.0
 CANCEL_TIMEOUT_S = 5.0
-"""After Ctrl-C nobody waits longer for a Redis that is away."""
+"""How long Ctrl-C waits for a Redis that is away."""
 
 
 def make_job(
     prompt: str, *, system: str | None, raw: bool, job_id: str | None, seed: int | None, model: str | None,
     stop: list[str], **parameters: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """The job of the command's options; raises SettingsError for what no worker would accept."""
+    """Make the job from the command's options. Raises SettingsError for what no worker would accept."""
     if prompt == "-":
         prompt = _read_prompt()
     job: dict[str, Any] = {"id": f"gen-{secrets.token_hex(8)}" if job_id is None else job_id, **parameters}
@@ -54,7 +54,7 @@ def make_job(
 
 
 def _read_prompt() -> str:
-    """Standard input, whatever the locale says its encoding is."""
+    """Read standard input as UTF-8, whatever encoding the locale names."""
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as bad:
@@ -65,6 +65,7 @@ def _read_prompt() -> str:
 
 
 def generate(job: dict[str, Any], *, as_json: bool) -> None:
+    """Publish a job and print its stream; exit code 1 unless it completes. Raises DependencyError and JobError."""
     if not run(_generate(job, as_json=as_json)):
         raise typer.Exit(1)
 
@@ -95,6 +96,7 @@ async def _cancel_interrupted(client: Client, job_id: str) -> None:
 
 
 def tail(job_id: str, *, as_json: bool) -> None:
+    """Print a job's stream; exit code 1 unless it completes. Raises SettingsError and DependencyError."""
     if not run(_tail(_id_of(job_id), as_json=as_json)):
         raise typer.Exit(1)
 
@@ -105,6 +107,7 @@ async def _tail(job_id: str, *, as_json: bool) -> bool:
 
 
 def cancel(job_id: str, *, wait: bool) -> None:
+    """Cancel a job. Raises SettingsError and DependencyError."""
     if not run(_cancel(_id_of(job_id), wait=wait)):
         raise typer.Exit(1)
 
@@ -123,7 +126,7 @@ async def _cancel(job_id: str, *, wait: bool) -> bool:
 
 
 async def follow(client: Client, job_id: str, *, as_json: bool) -> bool:
-    """Print the stream until it ends. True: completed, and proven whole."""
+    """Print the stream until it ends; return True when the job completed and its stream is proven whole."""
     printer = _Json() if as_json else _Text()
     good = False
     async with aclosing(client.stream(job_id, StreamAssembler(job_id))) as items:
@@ -133,9 +136,9 @@ async def follow(client: Client, job_id: str, *, as_json: bool) -> bool:
 
 
 async def _hinting(client: Client, job_id: str, items: AsyncIterator[Item]) -> AsyncIterator[Item]:
-    """The same items; when the first takes long, says why there may be none.
+    """Yield the same items; when the first takes long, say why there may be none.
 
-    Ends with a verdict of its own where the job has a result and Redis knows nothing of it any more.
+    Ends with a verdict of its own where the job has a result but Redis no longer knows the job.
     """
     first = asyncio.ensure_future(anext(items))
     hint = asyncio.create_task(_hint(client, job_id))
@@ -157,7 +160,7 @@ async def _hinting(client: Client, job_id: str, items: AsyncIterator[Item]) -> A
 
 
 async def _hint(client: Client, job_id: str) -> Result | None:
-    """A job that Redis does not know is not begun yet, or was forgotten: the results topic tells which."""
+    """Look up the result of a job that Redis does not know: it has not begun, or Redis has forgotten it."""
     await asyncio.sleep(HINT_AFTER_S)
     note(f"no worker has taken job {job_id} yet; is one running? (`tailrace serve`)")
     try:
@@ -168,7 +171,7 @@ async def _hint(client: Client, job_id: str) -> Result | None:
 
 
 class _Text:
-    """Text on standard output, everything else on standard error."""
+    """Prints text on standard output, everything else on standard error."""
 
     def __init__(self) -> None:
         self._index = 0
@@ -204,7 +207,7 @@ class _Text:
 
 
 class _Json:
-    """One line per event, as it stands in Redis; gaps and the verdict as lines of their own kind."""
+    """Prints one line per event, as Redis has it, and lines of their own kind for gaps and the verdict."""
 
     def show(self, item: Start | Delta | End | Gap | Verdict) -> bool:
         if isinstance(item, Gap):
@@ -225,7 +228,7 @@ class _Json:
 
 
 def _id_of(name: str) -> str:
-    """The id of a job that is named by it or by the custom_id of its batch line."""
+    """Return the id of a job named by its id or by the custom_id of its batch line. Raises SettingsError."""
     job_id = job_id_of(name)
     if job_id is None:
         raise SettingsError(

@@ -1,4 +1,4 @@
-"""`tailrace lab`: who sits where in each iteration, under static and under continuous batching."""
+"""`tailrace lab`: shows which request holds which slot in each iteration, under static and continuous batching."""
 
 import sys
 from typing import Any
@@ -12,12 +12,13 @@ EXAMPLES = {"varied": (8, 2, 2, 2, 6, 4, 4, 4), "even": (4,) * 8}
 MAX_REQUESTS = 256
 MAX_LENGTH = 4_096
 MAX_COLUMNS = 120
-"""Iterations drawn; longer runs say how many are not shown."""
+"""Iterations that are drawn; a longer run says how many are not shown."""
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def lab(*, example: str | None, requests: str | None, slots: int, as_json: bool) -> None:
+    """Draw both policies, or print them as JSON. Raises SettingsError for lengths outside the limits."""
     if example and requests is not None:
         raise SettingsError("--example and --requests exclude each other")
     lengths = EXAMPLES[example or "varied"] if requests is None else _parse(requests)
@@ -111,6 +112,6 @@ def _draw_colours(title: str, rows: list[list[int | None]]) -> None:
 
 
 def _letter(index: int) -> str:
-    """A, B, … Z, A1, B1, …"""
+    """Name requests A, B, … Z, A1, B1, …"""
     again = index // len(_LETTERS)
     return _LETTERS[index % len(_LETTERS)] + (str(again) if again else "")

@@ -8,16 +8,15 @@ from typing import IO
 
 import typer
 
-from service.cli.console import note, print_json_line, run
-from service.cli.progress import Progress
+from service.cli.console import Progress, note, print_json_line, run
 from service.client import Client, client_settings
 from service.errors import SettingsError
-from service.pipelines.batch import COMPLETED, BatchRun, Counts, Line, read_lines
+from service.pipelines.job_file import COMPLETED, BatchRun, Counts, Line, read_lines
 from service.pipelines.rows import Row, RowFile
 
 
 class StdoutRows:
-    """Rows to standard output: nothing to resume from."""
+    """Prints rows to standard output, so that there is nothing to resume from."""
 
     def __init__(self) -> None:
         self.kept: dict[str, Row] = {}
@@ -28,6 +27,7 @@ class StdoutRows:
 
 
 def submit(file: Path, *, wait: bool, output: Path | None, in_flight: int, retry_failed: bool) -> None:
+    """Publish a file of jobs; exit code 1 when a line or a job fails. Raises SettingsError and DependencyError."""
     if output is not None and not wait:
         raise SettingsError("-o needs --wait: without it there are no results to write")
     if retry_failed and output is None:
@@ -56,7 +56,7 @@ def _open(file: Path) -> IO[bytes]:
 
 
 def _size(file: Path) -> int | None:
-    """Number of lines, when that can be known beforehand."""
+    """Count the lines, when that can be known beforehand."""
     if str(file) == "-" or not file.is_file():
         return None
     with file.open("rb") as lines:
@@ -85,7 +85,7 @@ def _report(counts: Counts) -> None:
 
 
 async def _publish(source: IO[bytes], in_flight: int) -> bool:
-    """Publish every good line, at most `in_flight` unacknowledged; tell of the bad ones."""
+    """Publish every good line, at most `in_flight` unacknowledged, and report the bad ones."""
     settings = client_settings()
     num_published = num_bad = 0
     async with Client(settings) as client:

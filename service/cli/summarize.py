@@ -6,8 +6,7 @@ from pathlib import Path
 
 import typer
 
-from service.cli.console import note, run
-from service.cli.progress import Progress
+from service.cli.console import Progress, note, run
 from service.cli.submit import StdoutRows
 from service.client import Client, client_settings
 from service.pipelines.documents import find_documents
@@ -23,6 +22,7 @@ def summarize(
     paths: list[Path], *, output: Path | None, limit: int | None, max_words: int, context: int | None,
     piece_tokens: int, in_flight: int, model: str | None, retry_failed: bool,
 ) -> None:  # fmt: skip
+    """Summarize documents; exit code 1 when one fails. Raises SettingsError and DependencyError."""
     settings = client_settings()
     documents = find_documents(paths, limit)
     options = SummarizeOptions(
@@ -66,7 +66,7 @@ async def _summarize(
 
 
 def local_tokenizer(settings: Settings) -> Tokenizer:
-    """The served model's, from this machine's files: prompts are measured before they are sent."""
+    """Load the served model's tokenizer from this machine's files. Raises KernelsError or SettingsError."""
     if settings.engine == "deterministic":
         return load_tokenizer(None)
     from kernels.weights.source import resolve_model

@@ -1,4 +1,7 @@
-"""Workload files of the benches, and prompts of exactly the lengths they ask for, cut from real documents."""
+"""Workloads of the benches: read from a file or made by shape, with prompts cut from real documents.
+
+A shape is a number of prompt tokens, of output tokens and of requests that all arrive at time 0.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,8 +14,13 @@ from service.text import Tokenizer
 
 MAX_REQUESTS = 10_000
 MAX_FILE_BYTES = 16 << 20
+MAX_SHAPES = 16
+MAX_TOKENS = 1 << 20
+"""Limit of one prompt or output."""
+MAX_PROMPT_TOKENS = 1 << 22
+"""Limit of a shape's prompts together: about 150 MB of numbers."""
 DOCUMENTS_BESIDE = "../peps"
-"""Relative to the workload's folder; the shipped samples stand in where there are none."""
+"""Relative to the workload's folder; without documents there, the shipped samples are used."""
 SAMPLES = Path(__file__).resolve().parents[2] / "ops" / "samples"
 
 
@@ -23,14 +31,17 @@ class WorkloadRequest:
 
 
 def load_workload(path: Path, limit: int | None, tokenizer: Tokenizer) -> list[WorkloadRequest]:
-    """Raises SettingsError naming what is wrong with the file."""
+    """Read a workload file and cut its prompts. Raises SettingsError naming what is wrong with the file."""
     return cut_prompts(_read(path)[:limit], path.resolve().parent, tokenizer)
 
 
 def cut_prompts(
     lengths: Sequence[tuple[int, int]], folder: Path, tokenizer: Tokenizer
 ) -> list[WorkloadRequest]:
-    """Requests of (prompt tokens, output tokens), in this order, from the documents that belong to `folder`."""
+    """Make one request for each (prompt tokens, output tokens) from the documents that belong to `folder`.
+
+    Raises SettingsError when there are no documents.
+    """
     tokens = _token_source(folder, tokenizer)
     return [
         WorkloadRequest(tuple(next(tokens) for _ in range(num_prompt_tokens)), max_tokens)
@@ -63,7 +74,7 @@ def _lengths(path: Path, number: int, entry: object) -> tuple[int, int]:
 
 
 def _token_source(folder: Path, tokenizer: Tokenizer) -> Iterator[int]:
-    """Tokens of the documents, one after the other, again and again: no two prompts begin alike."""
+    """Yield the documents' tokens in order, again and again, so that no two prompts begin alike."""
     files = _documents(folder)
     while True:
         for file in files:
@@ -77,3 +88,70 @@ def _documents(folder: Path) -> Sequence[Path]:
             return files
     raise SettingsError(f"no documents to cut prompts from: neither {DOCUMENTS_BESIDE}/*.txt beside the workload "
                         f"nor {SAMPLES}")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    name: str
+    prompt_tokens: int
+    output_tokens: int
+    num_requests: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.prompt_tokens, self.output_tokens, self.num_requests
+
+
+TYPICAL = (
+    Shape("long-prompts", 1_024, 16, 16),
+    Shape("long-answers", 16, 256, 32),
+    Shape("lone-stream", 64, 256, 1),
+    Shape("short-jobs", 64, 16, 256),
+)
+"""The extremes of a service's load: computing prompts, computing answers, one request's latency, many short jobs."""
+
+
+def parse_shapes(text: str) -> list[Shape]:
+    """Parse `1024:16:16,short-jobs`, or `typical` for all of TYPICAL. Raises SettingsError naming what is wrong."""
+    parts = [part.strip() for part in text.split(",")]
+    shapes = [shape for part in parts for shape in (TYPICAL if part == "typical" else (_parse(part),))]
+    if len(shapes) > MAX_SHAPES:
+        raise SettingsError(f"--shape names {len(shapes)} shapes; the limit is {MAX_SHAPES}")
+    names = [shape.name for shape in shapes]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise SettingsError(f"--shape names {twice!r} twice")
+    return shapes
+
+
+def _parse(text: str) -> Shape:
+    for shape in TYPICAL:
+        if text == shape.name:
+            return shape
+    fields = text.split(":")
+    if len(fields) != 3 or not all(field.isascii() and field.isdecimal() for field in fields):
+        known = ", ".join(shape.name for shape in TYPICAL)
+        raise SettingsError(
+            f"--shape: {text!r} is neither PROMPT_TOKENS:OUTPUT_TOKENS:REQUESTS, such as 1024:16:16, "
+            f"nor one of {known}, typical"
+        )
+    for field, what, most in zip(
+        fields,
+        ("prompt tokens", "output tokens", "requests"),
+        (MAX_TOKENS, MAX_TOKENS, MAX_REQUESTS),
+        strict=True,
+    ):
+        if len(field) > 9 or not 1 <= int(field) <= most:
+            raise SettingsError(f"--shape {text}: {what} must be 1 to {most}; it is {field}")
+    prompt_tokens, output_tokens, num_requests = map(int, fields)
+    if prompt_tokens * num_requests > MAX_PROMPT_TOKENS:
+        raise SettingsError(
+            f"--shape {text}: {prompt_tokens * num_requests} prompt tokens in all; the limit is {MAX_PROMPT_TOKENS}"
+        )
+    return Shape(text, prompt_tokens, output_tokens, num_requests)
+
+
+def shape_requests(shape: Shape, limit: int | None, tokenizer: Tokenizer) -> Sequence[WorkloadRequest]:
+    """Cut a shape's prompts from the shipped sample texts; no two begin alike until those are used up."""
+    lengths = [(shape.prompt_tokens, shape.output_tokens)] * shape.num_requests
+    return cut_prompts(lengths[:limit], SAMPLES, tokenizer)

@@ -70,9 +70,9 @@ class Grammar(NamedTuple):
     field: str
     """The field of the job that holds the grammar."""
     source: str
-    """What that field says."""
+    """The value of that field."""
     limit: str
-    """What that field may say."""
+    """The values that the field allows."""
 
 
 def grammar_of(form: ResponseFormat, job_id: str | None = None) -> Grammar | None:

@@ -33,7 +33,7 @@ _ONE_OF_ADVICE: Final = "oneOf is followed only where no value can match two of 
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """What compiling one grammar may cost.
+    """Limits on the cost of compiling one grammar.
 
     Common grammars compile in 1 to 30 ms; a schema of 1,500 optional properties takes 0.2 s.
     """
@@ -68,7 +68,7 @@ class Refusal:
 
     reason: str
     limit: str | None = None
-    """What the grammar exceeds. None: the grammar itself is wrong."""
+    """The limit that the grammar exceeds. None: the grammar itself is wrong."""
 
 
 class GrammarValidator:
@@ -78,7 +78,7 @@ class GrammarValidator:
     """
 
     def __init__(self, grammars: Grammars | None, limits: GrammarLimits = GrammarLimits()) -> None:
-        """Without `grammars` (the model knows no end of sequence) every job that asks for a grammar is refused."""
+        """`grammars` is None for a model that knows no end of sequence: every job with a grammar is refused."""
         self._grammars = grammars
         self._limits = limits
         self._sandbox = _Sandbox(limits)

@@ -1,1 +1,1 @@
-"""Batch work on top of the service: resumable, bounded in flight, one bad row never ends a run."""
+"""Batch work on top of the service: runs resume, are bounded in flight, and survive a bad row."""

@@ -1,4 +1,4 @@
-"""Which files a run reads, and their text."""
+"""Finds and reads the documents of a run."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ MAX_DOCUMENT_BYTES = 32 << 20
 
 
 def find_documents(paths: Sequence[Path], limit: int | None) -> list[Path]:
-    """Files as they are, folders as their text files in order of name; each once. Raises SettingsError."""
+    """Return the files, and the text files of folders in order of name, each once. Raises SettingsError."""
     found: dict[Path, None] = {}
     for path in paths:
         if path.is_dir():
@@ -33,7 +33,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def read_document(path: Path) -> str:
-    """UTF-8 text, without the mark that some editors put in front; JobError for what is none."""
+    """Read UTF-8 text, without a byte order mark. Raises JobError for a file that is not such text."""
     try:
         size = path.stat().st_size
         if size > MAX_DOCUMENT_BYTES:

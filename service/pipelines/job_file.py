@@ -1,4 +1,4 @@
-"""Runs a file of jobs through the service: streaming in, bounded in flight, one row out per line."""
+"""Runs a file of jobs through the service: streams its lines, bounds jobs in flight, writes one row per line."""
 
 import asyncio
 import dataclasses
@@ -13,25 +13,22 @@ import orjson
 from service.client.client import Client
 from service.client.lookup import Seen, other_job, seen_before
 from service.errors import JobError
-from service.pipelines.rows import Row, row_key
+from service.pipelines.rows import Row, Rows, row_key
 from service.wire import BOM, ErrorInfo, Job, Result, batch_output, is_line, parse_job
 from service.wire.limits import MAX_ID_CHARS, MAX_SHOWN_CHARS
 
 COMPLETED = "completed"
 
 
-class Rows(Protocol):
-    """Where rows go; `kept` are those of an earlier run."""
+class AttemptedRows(Rows, Protocol):
+    """Rows that also know, by key, how often a line was tried before."""
 
-    kept: dict[str, Row]
     attempts: dict[str, int]
-
-    def append(self, row: Row) -> None: ...
 
 
 @dataclass(slots=True)
 class Line:
-    """One line of the file. `error` is set when it holds no job."""
+    """One line of the file. `error` says why it holds no job."""
 
     number: int
     value: bytes
@@ -39,7 +36,7 @@ class Line:
     job: Job | None = None
     url: str | None = None
     custom_id: str | None = None
-    """Both of an OpenAI Batch line."""
+    """Set, like `url`, for an OpenAI Batch line."""
     error: JobError | None = None
 
 
@@ -47,7 +44,7 @@ class Line:
 class Counts:
     by_status: dict[str, int] = field(default_factory=dict)
     num_skipped: int = 0
-    """Done in an earlier run."""
+    """Lines that an earlier run has done."""
 
     def count(self, status: str) -> None:
         self.by_status[status] = self.by_status.get(status, 0) + 1
@@ -58,7 +55,7 @@ class Counts:
 
 
 def read_lines(file: IO[bytes], *, model: str, max_bytes: int) -> Iterator[Line]:
-    """Lines as jobs, one after the other; memory holds one line of at most `max_bytes`."""
+    """Yield lines as jobs; memory holds one line of at most `max_bytes`."""
     seen: dict[str, int] = {}
     number = 0
     while line := file.readline(max_bytes + len(BOM) + len(b"\r\n")):
@@ -84,7 +81,7 @@ def _parse(number: int, value: bytes, model: str, max_bytes: int, seen: dict[str
             field, name = ("id", job.id) if line.custom_id is None else ("custom_id", line.custom_id)
             shown = name[:MAX_SHOWN_CHARS]
             raise JobError(
-                "duplicate_id", f"{field}: {shown!r} stands on line {first} already; the limit is one line per {field}",
+                "duplicate_id", f"{field}: {shown!r} is already on line {first}; the limit is one line per {field}",
                 field=field, value=shown, limit=f"one line per {field}", job_id=job.id,
             )  # fmt: skip
     except JobError as error:
@@ -99,7 +96,7 @@ def _document(value: bytes) -> Any:
     try:
         return orjson.loads(value)
     except orjson.JSONDecodeError:
-        return None  # parse_job tells why
+        return None  # parse_job says why
 
 
 def _text(value: Any) -> str | None:
@@ -107,9 +104,11 @@ def _text(value: Any) -> str | None:
 
 
 class BatchRun:
-    """One pass over the lines. Rows that an earlier run finished are left as they are."""
+    """One pass over the lines. Rows that an earlier run finished stay as they are."""
 
-    def __init__(self, client: Client, rows: Rows, *, in_flight: int, on_row: Callable[[str], None]) -> None:
+    def __init__(
+        self, client: Client, rows: AttemptedRows, *, in_flight: int, on_row: Callable[[str], None]
+    ) -> None:
         self._client = client
         self._rows = rows
         self._on_row = on_row
@@ -117,7 +116,10 @@ class BatchRun:
         self.counts = Counts()
 
     async def run(self, lines: Iterator[Line]) -> Counts:
-        """Raises DependencyError when a job could not be published."""
+        """Run every line and return how many ended in each status.
+
+        Raises DependencyError when a job could not be published.
+        """
         try:
             await self._run_all(lines)
         except BaseExceptionGroup as failures:
@@ -126,7 +128,7 @@ class BatchRun:
 
     async def _run_all(self, lines: Iterator[Line]) -> None:
         async with asyncio.TaskGroup() as group:
-            # On a thread: standard input may be slow, and results arrive meanwhile.
+            # Read on a thread: standard input may be slow, and results arrive meanwhile.
             while (line := await asyncio.to_thread(next, lines, None)) is not None:
                 if line.key in self._rows.kept:
                     self.counts.num_skipped += 1
@@ -149,7 +151,7 @@ class BatchRun:
         self._finish(line, _row(line, line.job, result, self._client.settings.model))
 
     def _published(self, line: Line, job: Job) -> tuple[str, bytes]:
-        """Id and bytes to publish: as they are, or under a new id when the line failed before."""
+        """Return id and bytes to publish: unchanged, or under a new id when the line failed before."""
         tries = self._rows.attempts.get(line.key, 0)
         if not tries:
             return job.id, line.value
@@ -184,7 +186,7 @@ class BatchRun:
 
 
 def _retry_id(job_id: str, tries: int) -> str:
-    """An id of its own for each try; where there is no room for it, a hash stands for the id's end."""
+    """Make an id for each try; where it would be too long, a hash replaces the end of the id."""
     suffix = f":r{tries}"
     if len(job_id) + len(suffix) > MAX_ID_CHARS:
         suffix = f":{hashlib.sha256(job_id.encode()).hexdigest()[:16]}{suffix}"

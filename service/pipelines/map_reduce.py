@@ -1,4 +1,4 @@
-"""Summarizes text of any length within a limited context: pieces first, then summaries of summaries."""
+"""Summarizes text of any length within a limited context: first its pieces, then the summaries."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -8,7 +8,7 @@ from service.errors import JobError
 from service.pipelines.text_split import CountTokens, split_text
 
 SHRINK = 0.75
-"""Each level's text has to be at most this share of the one before, or the next is asked for less."""
+"""A level's text must be at most this share of the level before, or the next level asks for less."""
 MAX_LEVELS = 12
 MIN_OUTPUT_TOKENS = 8
 MIN_INPUT_TOKENS = 4 * MIN_OUTPUT_TOKENS
@@ -17,13 +17,13 @@ SEPARATOR = "\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How a prompt's tokens are divided: what is left of the context after template and output is input."""
+    """Divides the context: what template and output leave is input. Raises JobError when too little is left."""
 
     context_tokens: int
     template_tokens: int
     output_tokens: int
     piece_tokens: int | None = None
-    """Upper bound for one piece; None: as much as fits."""
+    """Upper bound for one piece; None allows as much as fits."""
 
     def __post_init__(self) -> None:
         if self.input_tokens < MIN_INPUT_TOKENS:
@@ -42,7 +42,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One prompt: a piece of the document (level 0) or the outputs of the level below, joined."""
+    """One prompt: a piece of the document (level 0), or joined outputs of the level below."""
 
     level: int
     index: int
@@ -69,7 +69,7 @@ class Summary:
 async def summarize_text(text: str, budget: Budget, count_tokens: CountTokens, generate: Generate) -> Summary:
     """Run all nodes of a level together, level by level, until one is left.
 
-    Raises JobError for text without content, and when MAX_LEVELS levels did not come down to one node.
+    Raises JobError for text without content, and when more than one node is left after MAX_LEVELS levels.
     """
     if not text.strip():
         raise JobError("empty_document", "the document is empty", field="text", value=len(text), limit=1)
@@ -95,7 +95,7 @@ async def summarize_text(text: str, budget: Budget, count_tokens: CountTokens, g
 
 
 async def _all_of(nodes: Sequence[Node], generate: Generate) -> list[str]:
-    """Outputs in the nodes' order. The first failure ends the others and is raised."""
+    """Return the outputs in the nodes' order. The first failure cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_one(node, generate)) for node in nodes]
@@ -111,9 +111,9 @@ async def _one(node: Node, generate: Generate) -> str:
 def group_outputs(
     outputs: Sequence[str], limit: int, count_tokens: CountTokens
 ) -> list[tuple[tuple[int, ...], str]]:
-    """Neighbours joined while they fit: (children, text). Nothing is left out, order is kept.
+    """Join neighbours while they fit: (children, text). Keeps every output, in order.
 
-    An output that is by itself too long is cut into several nodes with the same child.
+    An output that is too long by itself is cut into several nodes with the same child.
     """
     groups: list[tuple[tuple[int, ...], str]] = []
     children: list[int] = []
@@ -140,7 +140,7 @@ def _nodes(level: int, groups: list[tuple[tuple[int, ...], str]], output_tokens:
 
 
 def _share(budget: Budget, output_tokens: int, num_nodes: int) -> int:
-    """Output limit of a level: unless it is the last, two outputs have to fit into one node above."""
+    """Return a level's output limit: two outputs must fit into one node of the next level, if there is one."""
     if num_nodes == 1:
         return budget.output_tokens
     return max(MIN_OUTPUT_TOKENS, min(output_tokens, budget.input_tokens // 2 - MIN_OUTPUT_TOKENS // 2))

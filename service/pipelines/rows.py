@@ -1,4 +1,4 @@
-"""The output file of a batch run: one JSON line per input, appended as it ends, so that runs resume."""
+"""The output file of a batch run: one JSON line per input, appended when it ends, so that runs resume."""
 
 import contextlib
 import hashlib
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Protocol, Self
 
 import orjson
 
@@ -15,29 +15,39 @@ from service.errors import SettingsError
 Row = dict[str, Any]
 
 
+class Rows(Protocol):
+    """Takes the rows of a run."""
+
+    kept: dict[str, Row]
+    """Rows of an earlier run by key, which are not made again."""
+
+    def append(self, row: Row) -> None: ...
+
+
 def row_key(**parts: Any) -> str:
-    """Identity of one unit of work: equal only if input, prompt, model and parameters all are."""
+    """Identify one unit of work: keys are equal only if input, prompt, model and parameters all are."""
     canonical = orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(canonical).hexdigest()
 
 
 class RowFile:
-    """Rows by key, the last of each. Rows of an earlier run are kept, except those that `redo` says shall be made
-    again: they stay in the file until the new one stands there, for only they tell how often it was tried.
+    """Appends rows to a file and knows the last row of each key.
 
-    A line that a crash cut off in the middle is dropped. Rewriting is atomic: the old file stays until the
-    new one is complete.
+    Rows of an earlier run are kept, except those that `redo` selects to be made again. These stay in the file until
+    their replacement is written, because only they tell how often a row was tried. A line that a crash cut off is
+    dropped. Rewriting is atomic: the old file stays until the new one is complete. Entering raises SettingsError when
+    the file cannot be written or is not an output of this command.
     """
 
     def __init__(self, path: Path, *, redo: Callable[[Row], bool] = lambda _row: False) -> None:
         self.path = path
         self.kept: dict[str, Row] = {}
         self.attempts: dict[str, int] = {}
-        """Per key: how often it was tried before."""
+        """By key, how often a row was tried before."""
         self._redo = redo
         self._file: IO[bytes] | None = None
         self._to_replace: set[str] = set()
-        """Keys of rows that `redo` wants."""
+        """Keys of rows that `redo` selects."""
         self._replaced = False
 
     def __enter__(self) -> Self:
@@ -59,11 +69,11 @@ class RowFile:
         assert self._file is not None
         self._file.close()
         if self._replaced:
-            with contextlib.suppress(OSError):  # else the next run does it
+            with contextlib.suppress(OSError):  # the next run does it otherwise
                 self._compact()
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """On disk when this returns: a row that was reported is never lost."""
+        """Write a row to disk before returning, so that a reported row is never lost."""
         assert self._file is not None
         self._file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
         self._file.flush()
@@ -71,7 +81,7 @@ class RowFile:
         self._replaced |= str(row.get("key")) in self._to_replace
 
     def _compact(self) -> dict[str, Row]:
-        """Leave one row per key in the file, the last; count what they tell of attempts. Raises OSError."""
+        """Leave only the last row of each key in the file, and count attempts. Raises OSError."""
         lines: dict[str, bytes] = {}
         rows: dict[str, Row] = {}
         num_lines = 0
@@ -89,7 +99,7 @@ class RowFile:
         return rows
 
     def _read(self) -> Iterator[tuple[bytes, Row | None]]:
-        """Each line with its row; None for a line that is not one of ours."""
+        """Yield each line with its row; None for a broken line. Raises SettingsError for a line without a key."""
         if not self.path.exists():
             return
         with self.path.open("rb") as lines:

@@ -1,4 +1,4 @@
-"""Batch summarization: documents of any length through the service, one row each."""
+"""Summarizes documents of any length through the service, one row for each."""
 
 import asyncio
 import dataclasses
@@ -7,13 +7,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from service.client import Finished
 from service.errors import JobError
 from service.pipelines.documents import read_document
 from service.pipelines.map_reduce import Budget, Node, summarize_text
-from service.pipelines.rows import Row, row_key
+from service.pipelines.rows import Row, Rows, row_key
 from service.text import Tokenizer
 from service.wire import ErrorInfo, Result
 
@@ -30,19 +30,13 @@ PROMPT_VERSION = (PIECE_PROMPT, WHOLE_PROMPT, JOIN_PROMPT)
 TOKENS_PER_WORD = 1.6
 OUTPUT_MARGIN_TOKENS = 16
 TEMPLATE_MARGIN_TOKENS = 8
-"""Text and template may take a few more tokens together than each alone."""
+"""Text and template together may take a few tokens more than each alone."""
 
 FREQUENCY_PENALTY = 0.6
-"""Small models repeat themselves when they always take the likeliest token. A repetition penalty would count the
-document's own words too, which a summary needs."""
+"""Small models repeat themselves when they always take the likeliest token. A repetition penalty would also
+penalize the document's own words, which a summary needs."""
 
 RunJob = Callable[[Mapping[str, Any]], Awaitable[Finished]]
-
-
-class Rows(Protocol):
-    kept: dict[str, Row]
-
-    def append(self, row: Row) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +46,7 @@ class SummarizeOptions:
     piece_tokens: int
     in_flight: int
     model: str
-    """Part of a row's identity; what jobs name is `job_model`."""
+    """Part of a row's identity; the jobs name `job_model`."""
     job_model: str | None = None
 
     @property
@@ -68,7 +62,7 @@ class SummarizeOptions:
 
 @dataclass(slots=True)
 class _Totals:
-    """What all jobs of one document add up to."""
+    """The totals of all jobs of one document."""
 
     num_jobs: int = 0
     prompt_tokens: int = 0
@@ -78,7 +72,7 @@ class _Totals:
 
 
 class SummarizeRun:
-    """One pass over the documents. At most `in_flight` jobs and as many documents are under way."""
+    """One pass over the documents, with at most `in_flight` jobs and as many documents in flight."""
 
     def __init__(
         self,
@@ -100,13 +94,18 @@ class SummarizeRun:
         self.num_skipped = 0
 
     async def run(self, paths: Sequence[Path]) -> None:
-        """Documents begin in order and end as they do; a failed one is a row, never an exception."""
-        places = asyncio.Semaphore(self._options.in_flight)
+        """Summarize the documents, which begin in order; a document that fails is a row.
+
+        Raises DependencyError when a job could not be published.
+        """
+        open_documents = asyncio.Semaphore(self._options.in_flight)
         try:
             async with asyncio.TaskGroup() as group:
                 for path in paths:
-                    await places.acquire()
-                    group.create_task(self._document(path)).add_done_callback(lambda _: places.release())
+                    await open_documents.acquire()
+                    group.create_task(self._document(path)).add_done_callback(
+                        lambda _: open_documents.release()
+                    )
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
@@ -180,7 +179,7 @@ class SummarizeRun:
 
 
 def _take(finished: Finished, totals: _Totals) -> str:
-    """The job's text; JobError when it did not complete."""
+    """Count a job and return its text. Raises JobError when it did not complete or its stream differs."""
     result = finished.result
     totals.num_jobs += 1
     totals.prompt_tokens += result.usage.prompt_tokens

@@ -1,11 +1,11 @@
-"""Cuts text into pieces of at most so many tokens, at the best boundary there is, losing nothing."""
+"""Cuts text into pieces of at most so many tokens, at the best boundary, without losing any text."""
 
 import re
 from collections.abc import Callable, Iterator
 
 CountTokens = Callable[[str], int]
 
-# Paragraphs, lines, sentences, words. A pattern matches the gap, which stays with what is before it.
+# Paragraphs, lines, sentences, words. A pattern matches the gap, which stays with the text before it.
 _BOUNDARIES = (
     re.compile(r"\n[ \t]*\n+"),
     re.compile(r"\n"),
@@ -15,9 +15,10 @@ _BOUNDARIES = (
 
 
 def split_text(text: str, limit: int, count_tokens: CountTokens) -> list[str]:
-    """Pieces whose concatenation is `text`, each of at most `limit` tokens.
+    """Return pieces whose concatenation is `text`, each of at most `limit` tokens.
 
-    A single character may exceed the limit (some take several tokens); it then stands alone.
+    A single character that exceeds the limit (some take several tokens) is a piece of its own. Raises ValueError for
+    a limit below 1.
     """
     if limit < 1:
         raise ValueError(f"limit is {limit}; must be at least 1")
@@ -29,7 +30,7 @@ def split_text(text: str, limit: int, count_tokens: CountTokens) -> list[str]:
 
 
 def _segments(text: str, limit: int, count_tokens: CountTokens, level: int) -> Iterator[tuple[str, int]]:
-    """(segment, its tokens), in order, each within the limit, cut no finer than needed."""
+    """Yield (segment, its tokens) in order, each within the limit and cut no finer than needed."""
     num_tokens = count_tokens(text)
     if num_tokens <= limit or len(text) == 1:
         yield text, num_tokens
@@ -51,7 +52,7 @@ def _cut(text: str, boundary: re.Pattern[str]) -> list[str]:
 
 
 def _merge(segments: Iterator[tuple[str, int]], limit: int, count_tokens: CountTokens) -> Iterator[str]:
-    """Join neighbours while their counts fit together."""
+    """Join neighbours while the sum of their tokens fits."""
     parts: list[str] = []
     total = 0
     for segment, num_tokens in segments:
@@ -65,7 +66,7 @@ def _merge(segments: Iterator[tuple[str, int]], limit: int, count_tokens: CountT
 
 
 def _checked(piece: str, limit: int, count_tokens: CountTokens) -> Iterator[str]:
-    """Joined text can take more tokens than its parts did; then it is halved."""
+    """Halve joined text that takes more tokens than its parts did."""
     if len(piece) == 1 or count_tokens(piece) <= limit:
         yield piece
         return

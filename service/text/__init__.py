@@ -1,4 +1,4 @@
-"""Tokenizer, chat template and detokenizer."""
+"""Tokenizers, chat templates and detokenizers."""
 
 from service.text.chat_template import ChatMessages
 from service.text.detokenizer import Detokenizer

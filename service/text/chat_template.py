@@ -1,4 +1,4 @@
-"""Chat templates: Jinja, with the settings and names that models' authors write for."""
+"""Renders chat templates: Jinja, with the settings and names that the authors of models expect."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ ChatMessages = Sequence[Mapping[str, str]]
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's text for training; here it is only the text."""
+    """Passes on the text inside `{% generation %}`, which marks the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012 - the class attribute Jinja asks for
 
@@ -34,10 +34,13 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 
 class ChatTemplate:
-    """A model's chat template, rendered in a sandbox. Safe to use from several threads."""
+    """Renders a model's chat template in Jinja's sandbox. Safe to use from several threads."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` are the names a template may use, such as `bos_token`."""
+        """Compile the template. Raises SettingsError when it is not valid Jinja.
+
+        `special_tokens` holds the names a template may use, such as `bos_token`.
+        """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
         )
@@ -50,10 +53,10 @@ class ChatTemplate:
             raise SettingsError(f"model: its chat template cannot be read: {error}") from None
 
     def render(self, messages: ChatMessages, *, timestamp_ms: int | None = None) -> str:
-        """The prompt's text up to where the assistant begins; JobError when the template refuses.
+        """Return the prompt's text up to where the assistant begins. Raises JobError when the template refuses.
 
-        Templates that print today's date get that of `timestamp_ms`, the record's, so that a redelivered
-        job has the same prompt; without it `strftime_now` is undefined, as before it was invented.
+        Templates that print today's date get the date of the record, `timestamp_ms`, so that a redelivered
+        job has the same prompt. Without it `strftime_now` is undefined, which templates test for.
         """
         names: dict[str, Any] = dict(self._special_tokens)
         if timestamp_ms is not None:

@@ -1,4 +1,4 @@
-"""Token ids to text, as they come."""
+"""Turns token ids into text as they arrive."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -10,15 +10,15 @@ TokenBytes = Callable[[int], bytes]
 
 
 class Detokenizer:
-    """Releases text of one choice as early as it is certain: whole characters that no stop string can claim.
+    """Releases the text of one choice as soon as it is certain: whole characters outside any possible stop string.
 
-    What has been released after N tokens depends on those N tokens alone, however they were grouped into
-    calls of `feed`; a redelivered job that feeds the same tokens again stands at the same place. Stop
-    strings are found in the text and not in tokens, so where tokens split it does not matter: the one that
-    is complete first ends the text, and among those that end at the same character the longest.
+    The text released after N tokens depends on those N tokens alone, however calls of `feed` group them, so
+    a redelivered job that feeds the same tokens again reaches the same state. Stop strings are searched in
+    the text, not in tokens, so token boundaries do not matter. The stop string that is complete first ends
+    the text; among those that end at the same character, the longest does.
 
-    Nothing but the bytes of the fed tokens is ever decoded, so no text of the prompt can come out; a
-    character whose first bytes are the prompt's comes out as U+FFFD. Each token costs its own length.
+    Only the bytes of fed tokens are decoded, so no text of the prompt can come out; a character whose first
+    bytes belong to the prompt becomes U+FFFD. The cost of a token is linear in its length.
     """
 
     __slots__ = (
@@ -45,10 +45,10 @@ class Detokenizer:
         hidden_token_ids: AbstractSet[int] = frozenset(),
         strip_leading_space: bool = False,
     ) -> None:
-        """`token_bytes` maps an id to its bytes (none for a special token).
+        """`token_bytes` maps an id to its bytes; a special token has none.
 
         A stop string counts only when a token after the first `min_tokens` completes it. Ids in
-        `hidden_token_ids` (a job's stop ids) have no text.
+        `hidden_token_ids` (a job's stop ids) give no text.
         """
         self._token_bytes = token_bytes
         self._hidden = hidden_token_ids
@@ -65,12 +65,12 @@ class Detokenizer:
         self.finished = False
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens; the text that may be released now, often empty."""
+        """Take the next tokens and return the text that may be released now, which is often empty."""
         released = [self._feed_one(token_id) for token_id in token_ids]
         return released[0] if len(released) == 1 else "".join(released)
 
     def finish(self) -> str:
-        """No more tokens come: the text that was held back; an unfinished character becomes U+FFFD."""
+        """End the text and return what was held back; an unfinished character becomes U+FFFD."""
         if self.finished:
             return ""
         self.finished = True
@@ -82,14 +82,14 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """All text released so far."""
+        """The text released so far."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
     @property
     def num_held_chars(self) -> int:
-        """Characters held back for a possible stop string; shorter than the longest one."""
+        """The number of characters held back for a possible stop string; less than the longest one has."""
         return len(self._pending)
 
     def _feed_one(self, token_id: int) -> str:
@@ -114,7 +114,7 @@ class Detokenizer:
         return text
 
     def _hold_back(self, text: str) -> str:
-        """Of the pending text and `text`: what no stop string can claim any more."""
+        """Add `text` to the pending text and return what can no longer belong to a stop string."""
         matcher = self._matcher
         assert matcher is not None
         counts = self._num_tokens > self._min_tokens

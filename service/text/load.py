@@ -1,4 +1,4 @@
-"""Finding and reading the tokenizer that belongs to a model."""
+"""Finds and reads a model's tokenizer."""
 
 import json
 from pathlib import Path
@@ -17,11 +17,11 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 
 
 def load_tokenizer(model_path: Path | None) -> Tokenizer:
-    """The tokenizer of a model folder or a GGUF file; without a path that of the deterministic engine.
+    """Load the tokenizer of a model folder or a GGUF file; without a path, the deterministic engine's.
 
-    Reads files only, never the network. Takes about half a second for what can be read directly (`tokenizer.json`,
-    byte-level GGUF; Gemma's quarter of a million pieces two seconds); other forms go through transformers and
-    take seconds to a minute.
+    Reads files only, never the network. `tokenizer.json` and byte-level GGUF take about half a second, Gemma's quarter
+    of a million pieces two seconds; other forms go through transformers and take seconds to a minute. Raises
+    SettingsError when no tokenizer can be read.
     """
     if model_path is None:
         return ByteTokenizer()
@@ -75,7 +75,7 @@ def _folder_template(folder: Path, config: dict[str, Any], names: dict[str, str]
 
 
 def _configured_ends(folder: Path) -> frozenset[int]:
-    """End ids from the generation configuration, else from the model's."""
+    """Return the end ids of the generation configuration, else of the model's configuration."""
     for file in ("generation_config.json", "config.json"):
         ids = _json(folder / file).get("eos_token_id")
         if ids is not None:

@@ -1,4 +1,4 @@
-"""Names of special tokens, found in text in time that depends on the text and hardly on how many names there are."""
+"""Finds names of special tokens in text, in time that hardly depends on the number of names."""
 
 import re
 from collections import defaultdict
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 _LOOKED_AHEAD: Final = 8
-"""Characters that a place must share with a name before the names are looked up: a text of nothing but `<` or `<|`
-takes milliseconds and not a second."""
+"""Characters that a position must share with a name before names are looked up, so that a text of nothing but `<` or
+`<|` takes milliseconds and not a second."""
 
 
 class Markers:
-    """Some vocabularies have six thousand; searching a document for each would take a third of a second."""
+    """Finds any of a set of names at once. One search for each of six thousand would take a third of a second."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(name for name in names if len(name) > 1)
@@ -22,10 +22,11 @@ class Markers:
         self._beginning = re.compile(_beginning_of(self._names)) if self._names else None
 
     def any_in(self, text: str) -> bool:
+        """Tell whether `text` holds any of the names."""
         return next(self._starts(text), None) is not None
 
     def broken_up(self, text: str, separator: str) -> str:
-        """With the separator behind the first character of every name, so that none is whole between two of them."""
+        """Put the separator after the first character of every name, so that no name stays whole."""
         pieces, begin = [], 0
         for start in self._starts(text):
             pieces.append(text[begin : start + 1])
@@ -42,7 +43,7 @@ class Markers:
 
 
 def _beginning_of(names: Iterable[str]) -> str:
-    """A regular expression for the first character of what begins like a name."""
+    """Write a regular expression for the first character of text that begins like a name."""
     rests: dict[str, set[str]] = defaultdict(set)
     for name in names:
         rests[name[0]].add(name[1:_LOOKED_AHEAD])
@@ -50,7 +51,7 @@ def _beginning_of(names: Iterable[str]) -> str:
 
 
 def _any_of(beginnings: set[str]) -> str:
-    """Branches by one character each, so that few are tried however many names there are."""
+    """Branch by one character at a time, so that few branches are tried however many names there are."""
     if "" in beginnings:
         return ""
     rests: dict[str, set[str]] = defaultdict(set)

@@ -1,8 +1,8 @@
-"""A matcher that finds stop strings in text that arrives piece by piece.
+"""Finds stop strings in text that arrives piece by piece.
 
-An Aho-Corasick automaton (Aho and Corasick, "Efficient string matching", 1975): after each character its
-state's depth is the length of the longest end of the text that could still grow into a stop string, which
-is exactly what has to be held back.
+The matcher is an Aho-Corasick automaton (Aho and Corasick, "Efficient string matching", 1975): after each
+character, its state's depth is the length of the longest end of the text that could still grow into a stop
+string, which is exactly what has to be held back.
 """
 
 from collections import deque
@@ -10,9 +10,9 @@ from functools import lru_cache
 
 
 class StopMatcher:
-    """States over the characters of the stop strings; state 0 means nothing is held back.
+    """Has at most one state per character of the stop strings; in state 0 nothing is held back.
 
-    At most one state per character of the stop strings. Immutable once built; shared between jobs.
+    Immutable once built, and shared between jobs.
     """
 
     __slots__ = ("_children", "_depth", "_fallback", "_matched")
@@ -50,21 +50,21 @@ class StopMatcher:
             self._matched[state] = self._matched[state] or self._matched[self._fallback[state]]
 
     def advance(self, state: int, character: str) -> int:
-        """The state after one more character; amortised O(1), since each fallback undoes an earlier step."""
+        """Return the state after one more character. Amortised O(1): each fallback undoes an earlier step."""
         while state and character not in self._children[state]:
             state = self._fallback[state]
         return self._children[state].get(character, 0)
 
     def held(self, state: int) -> int:
-        """How many of the last characters may be the beginning of a stop string."""
+        """Return how many of the last characters may be the beginning of a stop string."""
         return self._depth[state]
 
     def matched(self, state: int) -> int:
-        """Length of the longest stop string that ends here; 0 when none does."""
+        """Return the length of the longest stop string that ends here; 0 when none does."""
         return self._matched[state]
 
     def pass_over(self, state: int) -> int:
-        """The state to go on from when a match here does not count: what a longer stop string may claim."""
+        """Return the state to continue from when a match does not count, so that a longer one may still come."""
         while state and not self._children[state]:
             state = self._fallback[state]
         return state
@@ -76,5 +76,5 @@ class StopMatcher:
 
 @lru_cache(maxsize=64)
 def stop_matcher(stops: tuple[str, ...]) -> StopMatcher:
-    """The matcher of these strings; 64 of at most 4,097 states are kept, about 1 MB each at the worst."""
+    """Build the matcher of these strings. The last 64 are kept; one has at most 4,097 states, about 1 MB."""
     return StopMatcher(stops)

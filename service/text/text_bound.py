@@ -1,4 +1,4 @@
-"""How few tokens a text can become, told without tokenizing it."""
+"""Bounds the number of tokens of a text from below, without tokenizing it."""
 
 import unicodedata
 from typing import Any, Final, Literal
@@ -10,23 +10,23 @@ from service.errors import JobError
 from service.text.vocabulary import BYTE_LEVEL_ALPHABET, steps_of
 
 _KEEPING_PRE_TOKENIZERS: Final = frozenset({"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation"})
-"""Those that cut text and, unless they are told to, remove nothing of it."""
+"""Pre-tokenizers that cut text and remove nothing of it unless their options say so."""
 _KEEPING_NORMALIZERS: Final = frozenset({"Prepend", "NFD", "NFKD", "ByteLevel"})
 _COMPOSING_NORMALIZERS: Final[tuple[Literal["NFC", "NFKC"], ...]] = ("NFC", "NFKC")
-"""Up to four characters become one."""
+"""Normalizers that join up to four characters into one."""
 _CONTINUING_BYTES: Final = frozenset(range(0x80, 0xC0))
-"""Every character beyond ASCII has one: known ones are enough for it to leave a token."""
+"""Every character beyond ASCII has one of these bytes, so it gives a token where the vocabulary knows them all."""
 
 
 class TextBound:
-    """No token stands for more characters than the vocabulary's longest name has.
+    """Refuses a text that must have too many tokens: no token holds more characters than the vocabulary's longest name.
 
-    That holds where every character of a text goes into some token. A tokenizer that may drop any of them, or make one
-    unknown token of many, has no such bound.
+    The bound holds where every character of a text goes into some token. A tokenizer that may drop characters, or turn
+    many into one unknown token, has no bound.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        """Takes a tenth of a second for a large vocabulary."""
+        """Analyse the tokenizer, which takes a tenth of a second for a large vocabulary."""
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder().values()
         steps = steps_of(tokenizer)
@@ -36,7 +36,7 @@ class TextBound:
         self._swallows_space = any(token.lstrip or token.rstrip for token in added)
         unknown = _unknown_bytes(tokenizer, vocabulary, [*pre_tokenizers, *normalizers])
         self._lost = [chr(byte) for byte in sorted(unknown or ()) if byte < 0x80]
-        """Characters that leave no token: some vocabularies lack a few control characters."""
+        """Characters that give no token: some vocabularies lack a few control characters."""
         keeps_all = (
             unknown is not None
             and unknown.isdisjoint(_CONTINUING_BYTES)
@@ -45,7 +45,7 @@ class TextBound:
             and all(map(_pre_tokenizer_keeps_all, pre_tokenizers))
         )
         self.max_chars_per_token: int | None = max(map(len, vocabulary), default=1) if keeps_all else None
-        """None: there is no bound."""
+        """None when there is no bound."""
 
     def check(self, field: str, text: str, max_tokens: int) -> None:
         """Raise JobError for a text that has more than `max_tokens` tokens, however it is tokenized."""
@@ -54,7 +54,7 @@ class TextBound:
             raise too_long(field, len(text), max_tokens, per_token)
 
     def _exceeds(self, text: str, max_chars: int) -> bool:
-        """Whether what the tokenizer sees of `text` has more than `max_chars` characters."""
+        """Tell whether the tokenizer sees more than `max_chars` characters of `text`."""
         if len(text) <= max_chars:
             return False
         if self._form is not None:
@@ -66,6 +66,7 @@ class TextBound:
 
 
 def too_long(field: str, num_chars: int, max_tokens: int, max_chars_per_token: int) -> JobError:
+    """Make the error for a text that cannot fit in `max_tokens`."""
     limit = max_tokens * max_chars_per_token
     return JobError(
         "infeasible",
@@ -89,7 +90,7 @@ def _pre_tokenizer_keeps_all(step: dict[str, Any]) -> bool:
 def _unknown_bytes(
     tokenizer: tokenizers.Tokenizer, vocabulary: dict[str, int], steps: list[dict[str, Any]]
 ) -> set[int] | None:
-    """Bytes that are no tokens, which vanish or run together in one unknown token. None: it is not bytes that count."""
+    """Return the bytes that have no token; None for a vocabulary that does not count in bytes."""
     if not isinstance(tokenizer.model, models.BPE):
         return None
     if tokenizer.model.byte_fallback:

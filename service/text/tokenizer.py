@@ -1,4 +1,4 @@
-"""Text to token ids and back, for the model that is served."""
+"""Turns text into token ids and back, for the model that is served."""
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -14,20 +14,21 @@ from service.text.text_bound import TextBound, too_long
 from service.text.vocabulary import Vocabulary
 from service.wire.common import token_name
 
-# Tokens by which chat models end a turn or a document, whatever their configuration names as the end.
+# Tokens with which chat models end a turn or a document, whatever their configuration names as the end.
 _KNOWN_ENDS: Final = (
     *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
     *("<end_of_turn>", "<|end|>", "<|return|>", "<|end_of_turn|>", "</s>"),
 )
 
-# A noncharacter: no text of a template holds it, and no message needs it.
+# A Unicode noncharacter: templates do not contain it, and messages do not need it.
 _BREAK: Final = "\ufdd0"
 
 
 class Tokenizer(Protocol):
-    """Safe to use from several threads; encoding belongs on a worker thread, a long text takes a second.
+    """Encodes prompts and decodes tokens. Safe to use from several threads.
 
-    Given `max_tokens`, a text that cannot fit in so many is refused (JobError) without being tokenized.
+    Encode on a worker thread: a long text takes a second. Given `max_tokens`, encoding raises JobError for a text that
+    cannot fit in so many, without tokenizing it.
     """
 
     @property
@@ -54,11 +55,11 @@ class Tokenizer(Protocol):
 
 
 class ModelTokenizer:
-    """A model's own tokenizer.
+    """Uses a model's own tokenizer.
 
-    `prompt` is the job's own text down to the last character, so the names of special tokens in it mean
-    these tokens: that is how a user writes a template by hand. `messages` hold other people's words: there
-    the names are ordinary text, and no content can end its turn or open another.
+    A `prompt` is the job's own text to the last character, so the names of special tokens in it mean these
+    tokens: that is how a user writes a template by hand. `messages` hold other people's words: there the
+    names are ordinary text, and no content can end its turn or open another.
     """
 
     def __init__(
@@ -97,7 +98,11 @@ class ModelTokenizer:
         return self._chat_template is not None
 
     def encode_prompt(self, text: str, *, max_tokens: int | None = None) -> list[int]:
-        """With the token that opens every text of this model, once: who writes a template by hand writes it too."""
+        """Return the id that opens every text of this model, then the text's ids.
+
+        The opening id comes once, even when a template written by hand holds it too. Raises JobError for a text
+        that cannot fit in `max_tokens`.
+        """
         if max_tokens is not None:
             self._bound.check("prompt", text, max_tokens)
         ids = self._encode([text], add_special_tokens=True)
@@ -108,7 +113,10 @@ class ModelTokenizer:
     def encode_chat(
         self, messages: ChatMessages, *, timestamp_ms: int | None = None, max_tokens: int | None = None
     ) -> list[int]:
-        """Token ids up to where the assistant begins; JobError when the model's template refuses."""
+        """Return the token ids up to where the assistant begins.
+
+        Raises JobError when the model's template refuses, or the text cannot fit in `max_tokens`.
+        """
         if self._chat_template is None:
             raise JobError(
                 "invalid_value", "messages: the model has no chat template; use prompt", field="messages",
@@ -122,7 +130,7 @@ class ModelTokenizer:
                 {part: text if part == "role" else self._broken_up(text) for part, text in message.items()}
                 for message in messages
             ]
-            # Each piece by itself: no marker that a user wrote is whole in any of them.
+            # Pieces are encoded one by one, so that a marker written by a user is whole in none of them.
             rendered = self._chat_template.render(harmless, timestamp_ms=timestamp_ms)
             pieces = [piece for piece in rendered.split(_BREAK) if piece]
         if max_tokens is not None:
@@ -131,11 +139,11 @@ class ModelTokenizer:
         return self._encode(pieces, add_special_tokens=False)
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, to show it beside its log-probability."""
+        """Return one token's text, to show it beside its log-probability."""
         return self._vocabulary.token_text(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to a text; nothing for a special one."""
+        """Return what one token adds to a text; nothing for a special token."""
         return self._vocabulary.token_bytes(token_id)
 
     def detokenizer(
@@ -146,7 +154,7 @@ class ModelTokenizer:
         min_tokens: int = 0,
         hidden_token_ids: AbstractSet[int] = frozenset(),
     ) -> Detokenizer:
-        """For one choice; `hidden_token_ids` are the job's own stop ids, which are no part of the text."""
+        """Make the detokenizer of one choice; `hidden_token_ids` are the job's stop ids, which give no text."""
         special = self._vocabulary.special
         opens_text = self._vocabulary.strips_leading_space and all(i in special for i in prompt_token_ids)
         return Detokenizer(
@@ -158,7 +166,7 @@ class ModelTokenizer:
         )
 
     def decode(self, token_ids: Sequence[int], prompt_token_ids: Sequence[int] = ()) -> str:
-        """The whole text of ids that follow the prompt, without special tokens."""
+        """Decode ids that follow the prompt, without special tokens."""
         whole = self.detokenizer(prompt_token_ids)
         return whole.feed(token_ids) + whole.finish()
 
@@ -172,7 +180,7 @@ class ModelTokenizer:
 
 
 def _opening_of(tokenizer: tokenizers.Tokenizer) -> list[int]:
-    """What the tokenizer puts in front of every text: usually the token that begins a document, or nothing."""
+    """Return what the tokenizer puts before every text: usually the token that begins a document, or nothing."""
     probe = tokenizer.encode("a", add_special_tokens=True)
     num_added = next((i for i, added in enumerate(probe.special_tokens_mask) if not added), len(probe))
     opening: list[int] = probe.ids[:num_added]
@@ -180,7 +188,7 @@ def _opening_of(tokenizer: tokenizers.Tokenizer) -> list[int]:
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are bytes and 256 is the end: the tokenizer of the deterministic engine."""
+    """Tokenizes for the deterministic engine: ids 0 to 255 are bytes, and 256 is the end."""
 
     EOS: Final = 256
 

@@ -1,4 +1,4 @@
-"""What each token id stands for in bytes."""
+"""Maps token ids to bytes."""
 
 import json
 import re
@@ -21,7 +21,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>\Z")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """How byte-level BPE writes bytes: printable Latin-1 as itself, the rest from U+0100 on."""
+    """Map characters to bytes as byte-level BPE does: printable Latin-1 stands for itself, the rest from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -32,11 +32,11 @@ BYTE_LEVEL_ALPHABET = _byte_level_alphabet()
 
 
 class Vocabulary:
-    """Bytes of every token, looked up once per id and kept (at most one entry per id of the vocabulary).
+    """Knows the bytes of every token, and keeps them by id (at most one entry per id of the vocabulary).
 
-    Joining the bytes and decoding them as UTF-8 is the whole of decoding. For a run of byte tokens that is
-    no UTF-8 some tokenizers write one U+FFFD per byte, good characters of the run included; that would
-    have to wait for the run's end, so here only what is broken becomes U+FFFD.
+    Decoding only joins the bytes and decodes them as UTF-8. For a run of byte tokens that is not UTF-8, some
+    tokenizers write one U+FFFD per byte, even for valid characters of the run. That would have to wait for the
+    end of the run, so here only invalid bytes become U+FFFD.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
@@ -44,12 +44,12 @@ class Vocabulary:
         self._tokenizer = tokenizer
         self.size = max(tokenizer.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 1)
         self.special: Mapping[int, str] = {i: token.content for i, token in added.items() if token.special}
-        """Tokens that are structure and have no text."""
+        """Special tokens, which have no text."""
         self.markers = [
             token.content for token in added.values() if token.special or _is_marker(token.content)
         ]
-        """What no text of a message may turn into: special tokens, and what is written like one. Converters mark
-        some turn tokens as ordinary added ones; `<think>` and its kind are ordinary and stay."""
+        """Names that a message's text may not turn into: special tokens, and tokens written like one, since converters
+        mark some turn tokens as ordinary. Ordinary added tokens such as `<think>` are not among them."""
         steps = _decoder_steps(tokenizer)
         kinds = [step["type"] for step in steps]
         self._byte_level = "ByteLevel" in kinds
@@ -63,7 +63,7 @@ class Vocabulary:
         self._bytes: dict[int, bytes] = dict.fromkeys(self.special, b"")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one id; none for a special token and for an id that the vocabulary lacks."""
+        """Return the bytes of one id; none for a special token or an id that the vocabulary lacks."""
         known = self._bytes.get(token_id)
         if known is None:
             token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < self.size else None
@@ -73,13 +73,13 @@ class Vocabulary:
         return known
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, to be shown: special ones by name, parts of characters by their bytes."""
+        """Return one token's text to show: special tokens by name, parts of characters by their bytes."""
         name = self.special.get(token_id)
         return name if name is not None else token_name(self.token_bytes(token_id))
 
     def _bytes_of(self, token: str) -> bytes:
         if self._byte_level:
-            # Added tokens are not written in the alphabet.
+            # Added tokens are not written in this alphabet.
             codes = [BYTE_LEVEL_ALPHABET.get(character) for character in token]
             return token.encode() if None in codes else bytes(code for code in codes if code is not None)
         if self._byte_tokens and (match := _BYTE_TOKEN.match(token)):

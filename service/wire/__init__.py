@@ -1,4 +1,4 @@
-"""The formats of what goes in and out, version 1: jobs, events, results, dead letters."""
+"""The wire formats, version 1: jobs, events, results and dead letters."""
 
 from service.wire.common import (
     ErrorInfo,

@@ -1,4 +1,4 @@
-"""The topics and channels as an AsyncAPI 3.0 document."""
+"""Describes the topics and channels as an AsyncAPI 3.0 document."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def _channels() -> dict[str, Any]:
         ),
         "results": _kafka_topic(
             "tailrace.results",
-            "One effective terminal record per job; the key is the job's id, and its last record counts.",
+            "One effective outcome per job; the key is the job's id, and its last record counts.",
             "result",
             topicConfiguration={"cleanup.policy": ["compact", "delete"]},
         ),
@@ -117,6 +117,7 @@ def _messages() -> dict[str, Any]:
 
 
 def asyncapi_document() -> dict[str, Any]:
+    """Return the document; its messages refer to the JSON Schemas beside it."""
     return {
         "asyncapi": "3.0.0",
         "info": {

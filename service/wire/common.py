@@ -1,4 +1,4 @@
-"""Values that events and results share."""
+"""Values that events and results share, and how single tokens are named beside their log-probabilities."""
 
 import hashlib
 import re
@@ -21,7 +21,7 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 _BYTES: Final = re.compile(r"bytes:((?:\\x[0-9a-f]{2})+)\Z")
 MIN_LOGPROB: Final = -9999.0
-"""Stands for minus infinity, which JSON cannot write."""
+"""Replaces minus infinity, which JSON cannot write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class Usage:
 
     prompt_tokens: Count = 0
     completion_tokens: Count = 0
-    """Over all choices and all epochs."""
+    """Tokens of all choices and all epochs."""
     cached_tokens: Count = 0
     """Prompt tokens taken from the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
-    """Why a job did not complete, with the field, its value and the limit where there are such."""
+    """Says why a job did not complete, with the field, its value and the limit where they apply."""
 
     __pydantic_config__ = STRICT
 
@@ -65,7 +65,7 @@ class TopLogprob:
 class TokenLogprob:
     """A sampled token's natural-log probability and those of the likeliest alternatives, likeliest first.
 
-    `token` is its text, or `bytes:\\xe2\\x80` where a character is cut over several tokens.
+    `token` is its text, or `bytes:\\xe2\\x80` where a character is split over several tokens.
     """
 
     __pydantic_config__ = STRICT
@@ -77,7 +77,7 @@ class TokenLogprob:
 
 
 def token_name(data: bytes) -> str:
-    """The text of a token's bytes. A character may be cut over several tokens, and a part of one has no text."""
+    """Return the text of a token's bytes; for a part of a character, which has no text, OpenAI's `bytes:\\xe2\\x80`."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -85,13 +85,13 @@ def token_name(data: bytes) -> str:
 
 
 def token_bytes(name: str) -> bytes:
-    """The bytes that `token_name` was given."""
+    """Return the bytes that `token_name` was given."""
     match = _BYTES.match(name)
     return bytes.fromhex(match[1].replace("\\x", "")) if match else name.encode()
 
 
 def distinct_names(tokens: Iterable[tuple[int, str]]) -> dict[int, str]:
-    """Names by id, all different: of tokens that share one the first keeps it and the others show their ids.
+    """Return different names by id: of tokens that share a name, the first keeps it and the others add their ids.
 
     `A` as a piece and `A` as a byte are two tokens, with a log-probability each.
     """
@@ -108,20 +108,20 @@ def distinct_names(tokens: Iterable[tuple[int, str]]) -> dict[int, str]:
 
 
 def finite_logprob(logprob: float) -> float:
-    """`logprob`, or MIN_LOGPROB where JSON has no number for it (minus infinity, NaN)."""
+    """Return `logprob`, or MIN_LOGPROB where JSON has no number for it (minus infinity, NaN)."""
     return max(MIN_LOGPROB, logprob)  # in this order: max(a, NaN) is a
 
 
 def text_sha256(pieces: Iterable[str]) -> str:
-    """The hash of a choice's whole text, given in any number of pieces."""
-    digest = hashlib.sha256()
+    """Hash a choice's whole text, given in any number of pieces."""
+    hasher = hashlib.sha256()
     for piece in pieces:
-        digest.update(piece.encode())
-    return digest.hexdigest()
+        hasher.update(piece.encode())
+    return hasher.hexdigest()
 
 
 def validated(adapter: TypeAdapter[Any], data: bytes, what: str) -> Any:
-    """Decode what this service itself wrote; InternalError when it is not what the format says."""
+    """Decode what this service itself wrote. Raises InternalError when it does not match the format."""
     try:
         return adapter.validate_json(data)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Records that could not be run: the original, and headers that tell where it came from and why."""
+"""Dead letters: records that could not be run, with headers that say where each came from and why."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,13 +13,13 @@ Headers = list[tuple[str, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a dead letter came from and why; one header each, `tailrace-dl-<name>`."""
+    """Says where a dead letter came from and why; each field is a header, `tailrace-dl-<name>`."""
 
     topic: str
     partition: int
     offset: int
     timestamp_ms: int
-    """Of the original record: a deadline in seconds counts from it."""
+    """The original record's timestamp, from which a deadline in seconds counts."""
     attempt: int
     code: str
     message: str
@@ -33,7 +33,7 @@ def header_name(field: str) -> str:
 
 
 def _bounded(text: str) -> bytes:
-    # Cut at a character: the bytes of half a one would not be UTF-8 any more.
+    # Cut between characters: half a character is not UTF-8.
     return text.encode()[: limits.MAX_ERROR_MESSAGE_BYTES].decode(errors="ignore").encode()
 
 
@@ -42,24 +42,24 @@ class DeadLetter:
     key: bytes | None
     value: bytes | None
     headers: tuple[tuple[str, bytes], ...]
-    """The original record's own."""
+    """The original record's headers."""
     origin: Origin
 
     def record_headers(self) -> Headers:
-        """Headers of the record on the dead-letter topic: the original's, then ours."""
+        """Return the headers of the record on the dead-letter topic: the original's, then ours."""
         return [*self.headers, *self.origin.headers()]
 
     def replay(self) -> tuple[bytes | None, bytes | None, Headers]:
-        """Key, value and headers to publish again on the jobs topic: exactly the original's."""
+        """Return key, value and headers to publish again on the jobs topic: exactly the original's."""
         return self.key, self.value, list(self.headers)
 
 
 def parse_dead_letter(
     key: bytes | None, value: bytes | None, headers: list[tuple[str, bytes]] | tuple[tuple[str, bytes], ...]
 ) -> DeadLetter:
-    """Read a record of the dead-letter topic; InternalError when its last headers are not ours.
+    """Read a record of the dead-letter topic. Raises InternalError when its last headers are not ours.
 
-    Ours are the last ones, so an original that carries such names itself comes back as it was.
+    Only the last headers are ours, so an original that has headers of such names comes back unchanged.
     """
     names = [header_name(part.name) for part in fields(Origin)]
     own = headers[len(headers) - len(names) :] if len(headers) >= len(names) else []

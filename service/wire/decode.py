@@ -1,4 +1,4 @@
-"""From a record of the jobs topic to a Job, or to the error that says why not."""
+"""Decodes a record of the jobs topic into a Job, or raises the error that says why it is not one."""
 
 import json
 import math
@@ -15,15 +15,15 @@ from service.wire.job import JOB_FIELDS, Job
 from service.wire.refusals import describe, job_error, path_name
 
 BOM = b"\xef\xbb\xbf"
-"""Byte order mark of UTF-8, which some editors put in front of a file."""
+"""UTF-8's byte order mark, which some editors put at the start of a file."""
 
 _ID = re.compile(limits.ID_PATTERN.replace("$", r"\Z"))
 _NON_JSON_NUMBER = re.compile(rb"-?(?:NaN|Infinity)\b")
 _END_OF_KEY = re.compile(rb'"(?<!(?<!\\)\\")[ \t\n\r]*:')
-"""Matches once for each key, however it is escaped. Text matches too, but only where a string begins with a colon
-or holds an escaped backslash before a quote and a colon."""
+"""Matches once for each key, however it is escaped. Other text matches only where a string begins with a colon or holds
+an escaped backslash before a quote and a colon."""
 _MAX_DIGITS = 4_300
-"""Python reads no longer integers."""
+"""The longest integer that Python reads."""
 
 
 def parse_job(
@@ -33,10 +33,10 @@ def parse_job(
     timestamp_ms: int,
     max_record_bytes: int = limits.MAX_RECORD_BYTES,
 ) -> Job:
-    """Decode and check one record; JobError is the only exception.
+    """Decode and check one record. Raises JobError and nothing else.
 
-    `timestamp_ms` is the record's, see `record_time_ms`. A JobError carries the job's id when the
-    value shows one, else the key where that could be an id: a result has to be filed under something.
+    `timestamp_ms` is the record's, see `record_time_ms`. A JobError carries the job's id when the value
+    shows one, else the key where that could be an id: a result needs a key.
     """
     fallback_id = readable_id(key)
     if value is None:
@@ -59,20 +59,22 @@ def parse_job(
     if record_time_ms(timestamp_ms) is None and isinstance(job.deadline, float):
         raise JobError(
             "invalid_value",
-            f"deadline: seconds count from the record's timestamp, and {timestamp_ms} ms is none; give a time",
+            f"deadline: seconds count from the record's timestamp, and {timestamp_ms} ms is not one; give a time",
             field="deadline", value=job.deadline, limit="RFC 3339", job_id=job.id,
         )  # fmt: skip
     return job
 
 
 def record_time_ms(timestamp_ms: int) -> int | None:
-    """When a record was stamped, in milliseconds since 1970; None for what cannot be a time: Kafka's -1, 0, and
-    seconds, microseconds or nanoseconds where milliseconds belong."""
+    """Return a record's timestamp in milliseconds since 1970; None for what cannot be one.
+
+    Kafka's -1 and 0 cannot, nor can seconds, microseconds or nanoseconds in place of milliseconds.
+    """
     return timestamp_ms if limits.MIN_TIMESTAMP_MS <= timestamp_ms < limits.MAX_TIMESTAMP_MS else None
 
 
 def readable_id(key: bytes | None) -> str | None:
-    """The key as a job id, when it could be one."""
+    """Return the key as a job id, or None when it cannot be one."""
     if not key or len(key) > limits.MAX_ID_CHARS:
         return None
     text = key.decode("ascii", errors="replace")
@@ -101,7 +103,7 @@ def _job_of(document: Any, value: bytes, fallback_id: str | None) -> Job:
 
 
 def claimed_custom_id(value: bytes | None) -> str | None:
-    """The custom_id of a batch line that was refused, so that its result can say whose it is."""
+    """Return the custom_id of a batch line that was refused, so that its result can name it."""
     if value is None or b"custom_id" not in value or len(value) > limits.MAX_RECORD_BYTES:
         return None
     try:
@@ -129,7 +131,7 @@ def _refuse_unreadable(value: bytes, error: orjson.JSONDecodeError, fallback_id:
             job_id=fallback_id,
         ) from None  # fmt: skip
     if _NON_JSON_NUMBER.search(value) or "infinity" in error.msg:
-        # Python's reader takes NaN, Infinity and 1e999, so the check of the fields can name the culprit.
+        # Python's reader takes NaN, Infinity and 1e999, so the check of the fields can name the field at fault.
         try:
             document = json.loads(value, parse_int=_integer)
         except (ValueError, RecursionError):
@@ -148,7 +150,7 @@ def _integer(digits: str) -> int | float:
 
 
 def _refuse_free_form_number(job: Job, document: dict[str, Any]) -> None:
-    """The parts of a job that may hold anything may not hold what JSON has no number for."""
+    """Refuse a number that JSON cannot write, in the parts of a job that may hold anything."""
     stack: list[tuple[tuple[str | int, ...], Any]] = [((), document)]
     while stack:
         place, part = stack.pop()
@@ -165,9 +167,9 @@ def _refuse_free_form_number(job: Job, document: dict[str, Any]) -> None:
 
 
 def _refuse_duplicate_keys(document: dict[str, Any], value: bytes, job_id: str) -> None:
-    """Two values for one field are a mistake that must not pick one silently.
+    """Refuse two values for one field, of which a reader would silently take one.
 
-    Only a record that seems to hold more keys than were read from it pays for the slow reader.
+    The slow reader runs only for a record that seems to hold more keys than were read from it.
     """
     if len(_END_OF_KEY.findall(value)) <= _num_keys(document):
         return
@@ -192,7 +194,7 @@ def _refuse_duplicate_keys(document: dict[str, Any], value: bytes, job_id: str) 
 
 
 def _num_keys(document: Any) -> int:
-    """How many keys all its objects hold, at any depth."""
+    """Count the keys of all objects, at any depth."""
     count = 0
     stack = [document]
     while stack:

@@ -1,7 +1,6 @@
 """The events of a job's stream: start, deltas, end.
 
-Encoding is on the path of every token. The dataclasses are written by orjson as they are; what is None is
-left out.
+Encoding runs for every token, so orjson writes the dataclasses directly. Fields that are None are left out.
 """
 
 from dataclasses import dataclass
@@ -27,14 +26,14 @@ from service.wire.limits import WIRE_VERSION
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Opens an epoch; always its seq 0."""
+    """Opens an epoch; its seq is always 0."""
 
     __pydantic_config__ = STRICT
 
     id: Id
     epoch: Count
     resumed_tokens: tuple[Count, ...]
-    """Per choice: how many tokens of earlier epochs stand; this epoch's deltas continue after them."""
+    """For each choice, how many tokens of earlier epochs are kept; this epoch's deltas continue after them."""
     attempt: Count = 0
     worker: str = ""
     seq: Literal[0] = 0
@@ -44,7 +43,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens of one choice and the text that may be shown since the one before.
+    """Carries new tokens of one choice and the text that may be shown since the delta before.
 
     `text` may be empty while `token_ids` is not: characters and possible stop strings are held back.
     """
@@ -65,7 +64,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Closes a job's stream; nothing follows it, in any epoch."""
+    """Closes a job's stream; no event of any epoch follows it."""
 
     __pydantic_config__ = STRICT
 
@@ -74,12 +73,12 @@ class End:
     seq: Count
     status: Status
     finish_reason: FinishReason | None
-    """Choice 0's; those of the others stand in the result. None: no choice was begun."""
+    """The finish reason of choice 0; the result has those of the others. None when no choice began."""
     usage: Usage
     events: Annotated[int, Field(ge=1)]
-    """Events of this epoch, this one included: `seq + 1`."""
+    """Number of events of this epoch, this one included: `seq + 1`."""
     text_sha256: tuple[Sha256, ...]
-    """Per choice, over the text of all epochs."""
+    """For each choice, the hash of the text of all epochs."""
     error: ErrorInfo | None = None
     kind: Literal["end"] = "end"
     v: Literal[1] = WIRE_VERSION
@@ -125,7 +124,7 @@ def encode_event(event: Event) -> bytes:
 
 
 def parse_event(data: bytes) -> Event:
-    """Decode one event; InternalError when it is none."""
+    """Decode one event. Raises InternalError when it is not one."""
     event: Event = validated(_ADAPTER, data, "event")
     return event
 

@@ -1,4 +1,4 @@
-"""Field types of a job: what each accepts and what it says when it refuses."""
+"""Field types of a job: what each accepts, and what it says when it refuses a value."""
 
 import re
 from datetime import datetime
@@ -21,12 +21,12 @@ from service.wire.openai_fields import EMPTY, is_empty
 
 
 class StrictModel(BaseModel):
-    """A part of a message: exact types, no unknown fields, immutable. A field that is null is one not given."""
+    """A part of a message: exact types, no unknown fields, immutable. A field that is null counts as not given."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
 
     empty_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields that this service does not serve, accepted while they are empty."""
+    """Fields that this service does not support but accepts while they are empty."""
 
     @model_validator(mode="before")
     @classmethod
@@ -50,7 +50,7 @@ class StrictModel(BaseModel):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """Every optional field may be null, and so may one that is unknown."""
+        """Let every optional field be null, and every unknown one too."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         required = schema.get("required", ())
         optional = {
@@ -64,7 +64,7 @@ class StrictModel(BaseModel):
 
 
 def nullable(schema: dict[str, Any]) -> dict[str, Any]:
-    """A JSON schema that takes null as well; what describes the field stays outside."""
+    """Return a JSON schema that also takes null; what describes the field stays outside."""
     if {"type": "null"} in schema.get("anyOf", ()):
         return schema
     outside: dict[str, Any] = {
@@ -78,18 +78,18 @@ def nullable(schema: dict[str, Any]) -> dict[str, Any]:
 def refusal(
     reason: str, *, limit: str | int | float, field: str | None = None, value: str | int | None = None
 ) -> PydanticCustomError:
-    """A refusal in our words: `reason` follows "field: " in the message.
+    """Make a refusal with our own message, in which `reason` follows "field: ".
 
     `field` and `value` are for checks of several fields together, where pydantic knows neither.
     """
-    # The reason may hold braces of the user's, so it travels as a value and not as the template.
+    # The reason may hold the user's braces, so it is a value and not the template.
     return PydanticCustomError(
         "tailrace", "{reason}", {"reason": reason, "limit": limit, "field": field, "value": value}
     )
 
 
 def bounded(max_entries: int) -> BeforeValidator:
-    """Refuse a long list or object by its length, before looking at any entry."""
+    """Refuse a long list or object by its length, before any entry is checked."""
 
     def check(value: Any) -> Any:
         if isinstance(value, (list, tuple, dict)) and len(value) > max_entries:
@@ -100,7 +100,7 @@ def bounded(max_entries: int) -> BeforeValidator:
 
 
 def depth_exceeds(value: Any, max_depth: int) -> bool:
-    """Whether arrays and objects nest deeper than `max_depth`; without recursion, so any depth is safe."""
+    """Tell whether arrays and objects nest deeper than `max_depth`. Does not recurse, so any depth is safe."""
     stack = [(value, 1)]
     while stack:
         item, depth = stack.pop()
@@ -113,7 +113,7 @@ def depth_exceeds(value: Any, max_depth: int) -> bool:
 
 
 def free_form(max_bytes: int) -> AfterValidator:
-    """Bound a free-form object by nesting and by its size as JSON."""
+    """Bound a free-form object by its nesting and its size as JSON."""
 
     def check(value: dict[str, Any]) -> dict[str, Any]:
         if depth_exceeds(value, limits.MAX_DEPTH):
@@ -173,7 +173,7 @@ _RFC_3339 = re.compile(r"\d{4}-\d{2}-\d{2}[Tt ]\d{2}:\d{2}:\d{2}(\.\d{1,9})?([Zz
 
 
 def parse_rfc3339(text: str) -> datetime | None:
-    """The instant that `text` names, or None when it is not an RFC 3339 date-time with an offset."""
+    """Parse an RFC 3339 date-time with an offset; None for anything else."""
     if not _RFC_3339.fullmatch(text):
         return None
     try:
@@ -210,7 +210,7 @@ class TextPart(StrictModel):
 
 
 class RefusalPart(StrictModel):
-    """What an assistant of OpenAI's said when it would not answer; text like any other."""
+    """The text with which OpenAI's assistant refused to answer; it is treated like any other text."""
 
     type: Literal["refusal"]
     refusal: str
@@ -241,7 +241,7 @@ def _text_of_part(part: Any) -> str:
 
 
 def number(*, ge: float | None = None, gt: float | None = None, le: float) -> Any:
-    """Constraints of a finite number."""
+    """Constrain a field to finite numbers in a range."""
     return Field(ge=ge, gt=gt, le=le, allow_inf_nan=False)
 
 

@@ -1,4 +1,4 @@
-"""The job as users publish it."""
+"""The job, as users publish it."""
 
 import hashlib
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -14,7 +14,7 @@ _SEED_MASK = (1 << 64) - 1
 
 
 def _describe_replies(schema: dict[str, Any]) -> None:
-    """Tell in the schema what `Message._whole_reply` accepts."""
+    """Describe in the schema what `Message._whole_reply` accepts."""
     empty = {"enum": list(openai_fields.EMPTY)}
     schema["required"] = ["role"]
     schema["properties"]["refusal"] = {"anyOf": [{"type": "string"}, empty]}
@@ -26,10 +26,10 @@ def _describe_replies(schema: dict[str, Any]) -> None:
 
 
 class Message(fields.StrictModel):
-    """One turn. `developer` is OpenAI's newer name of `system` and reaches the chat template as that.
+    """One turn. `developer` is OpenAI's newer name for `system` and reaches the chat template as `system`.
 
-    The reply of an OpenAI API may be sent back as it came: an assistant's content may be missing, and a refusal
-    without content is what the assistant said.
+    A reply of an OpenAI API may be sent back unchanged: an assistant's content may be missing, and a refusal without
+    content counts as what the assistant said.
     """
 
     model_config = ConfigDict(json_schema_extra=_describe_replies)
@@ -43,7 +43,7 @@ class Message(fields.StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _whole_reply(cls, value: Any) -> Any:
-        """An assistant's message with content: what it refused with, or nothing, where it has none."""
+        """Give an assistant's message without content its refusal as content, or an empty string."""
         if not isinstance(value, dict) or value.get("role") != "assistant" or value.get("content"):
             return value
         refusal = value.get("refusal")
@@ -52,6 +52,7 @@ class Message(fields.StrictModel):
         return {**value, "content": refusal, "refusal": None}
 
     def as_template_input(self) -> dict[str, str]:
+        """Return the turn with the names that chat templates use."""
         role = "system" if self.role == "developer" else self.role
         turn = {"role": role, "content": self.content}
         if self.name is not None:
@@ -62,7 +63,7 @@ class Message(fields.StrictModel):
 
 
 class SloTargets(fields.StrictModel):
-    """Milliseconds; an absent one takes the service class's target."""
+    """Targets in milliseconds; a missing one takes the service class's target."""
 
     ttft_ms: fields.TargetMs | None = None
     tpot_ms: fields.TargetMs | None = None
@@ -88,7 +89,7 @@ class Job(fields.StrictModel):
     prompt_token_ids: fields.PromptTokenIds | None = None
 
     max_tokens: Annotated[int, Field(ge=1, le=limits.MAX_NEW_TOKENS)] | None = None
-    """None: as many as the service's default and the model's length allow."""
+    """None allows as many as the service's default and the model's length do."""
     min_tokens: Annotated[int, Field(ge=0, le=limits.MAX_NEW_TOKENS)] = 0
     temperature: Annotated[float, fields.number(ge=0, le=limits.MAX_TEMPERATURE)] = 1.0
     top_p: Annotated[float, fields.number(gt=0, le=1)] = 1.0
@@ -105,7 +106,7 @@ class Job(fields.StrictModel):
     ] = 1.0
     logit_bias: fields.LogitBias | None = None
     logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
-    """OpenAI's completions meaning: k alternatives beside each sampled token; 0 is the sampled one alone."""
+    """As in OpenAI's completions: k alternatives beside each sampled token; 0 gives the sampled token alone."""
     n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] = 1
     response_format: ResponseFormat = TextFormat(type="text")
 
@@ -117,7 +118,7 @@ class Job(fields.StrictModel):
     return_token_ids: bool = False
     metadata: fields.Metadata | None = None
     custom_id: fields.CustomId | None = None
-    """What the producer calls the job, echoed in its result; a batch line's, from which its id comes."""
+    """The producer's name for the job, echoed in its result; a batch line's gives the job its id."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -147,18 +148,18 @@ class Job(fields.StrictModel):
         return [message.as_template_input() for message in self.messages or ()]
 
     def seed_of_choice(self, index: int) -> int:
-        """The 64-bit seed of one choice; without a seed in the job it comes from the id.
+        """Return the 64-bit seed of one choice; without a seed in the job it derives from the id.
 
-        A redelivered job has to sample the same tokens again, so it is never random.
+        A redelivered job must sample the same tokens again, so the seed is never random.
         """
         if self.seed is not None and index == 0:
             return self.seed & _SEED_MASK
         origin = self.id if self.seed is None else str(self.seed)
-        digest = hashlib.sha256(f"{origin}\0{index}".encode()).digest()
-        return int.from_bytes(digest[:8], "big")
+        hashed = hashlib.sha256(f"{origin}\0{index}".encode()).digest()
+        return int.from_bytes(hashed[:8], "big")
 
     def deadline_at_ms(self, timestamp_ms: int) -> int | None:
-        """Milliseconds since the epoch, for a record stamped `timestamp_ms`."""
+        """Return the deadline in milliseconds since 1970, for a record stamped `timestamp_ms`."""
         if self.deadline is None:
             return None
         if isinstance(self.deadline, str):

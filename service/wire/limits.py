@@ -1,4 +1,4 @@
-"""How large each part of a message may be, with the arithmetic behind it."""
+"""Limits of each part of a message, with the arithmetic behind them."""
 
 from typing import Final
 
@@ -59,7 +59,7 @@ MAX_CHOICE_CHARS: Final = 256
 MAX_DEADLINE_S: Final = 30 * 24 * 3600.0
 MAX_TARGET_MS: Final = 24 * 3600 * 1000.0
 
-# Milliseconds since 1970. Outside of 2001–2099 a stamp counts in another unit or was never set (0, -1).
+# Milliseconds since 1970. A timestamp outside 2001–2099 is in another unit or was never set (0, -1).
 MIN_TIMESTAMP_MS: Final = 1_000_000_000_000
 MAX_TIMESTAMP_MS: Final = 4_102_444_800_000
 

@@ -1,4 +1,4 @@
-"""Lines of OpenAI Batch files: in as jobs, out as the lines that OpenAI's own tools read."""
+"""Lines of OpenAI Batch files: turns input lines into jobs, and results into output lines that OpenAI's tools read."""
 
 import codecs
 import hashlib
@@ -20,7 +20,7 @@ CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 LINE_FIELDS = ("custom_id", "method", "url", "body")
 
-# Fields of a body that mean the same as the job's field of that name; the last six are vLLM's.
+# Fields of a body that mean the same as the job's field of the same name; the last six are vLLM's.
 _SHARED = frozenset(
     (
         *("model", "max_tokens", "temperature", "top_p", "n", "seed", "stop", "presence_penalty"),
@@ -49,25 +49,25 @@ def _refuse(field: str, reason: str, value: Any, limit: str | int, job_id: str |
 
 
 def is_line(document: Any) -> bool:
-    """Whether a record is a batch line and not a job."""
+    """Tell whether a record is a batch line and not a job."""
     return isinstance(document, dict) and "custom_id" in document and document.get("id") is None
 
 
 def job_id_of(custom_id: Any) -> str | None:
-    """The id of a line's job: the custom_id where that is an id, else what can be read of it and its hash.
+    """Return the id of a line's job: the custom_id where that is a valid id, else its readable part and its hash.
 
-    None for what is no custom_id. The hash makes different ones differ, from plain ids too.
+    Returns None for an invalid custom_id. The hash keeps different custom_ids apart, and apart from plain ids.
     """
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= limits.MAX_CUSTOM_ID_CHARS:
         return None
     if _PLAIN_ID.fullmatch(custom_id):
         return custom_id
-    digest = hashlib.sha256(custom_id.encode(errors="surrogatepass")).hexdigest()
-    return f"{_NOT_OF_AN_ID.sub('-', custom_id[:_MAX_READABLE_CHARS])}:{digest[:32]}"
+    hashed = hashlib.sha256(custom_id.encode(errors="surrogatepass")).hexdigest()
+    return f"{_NOT_OF_AN_ID.sub('-', custom_id[:_MAX_READABLE_CHARS])}:{hashed[:32]}"
 
 
 def job_of_line(line: dict[str, Any], job_id: str | None) -> Job:
-    """The job that a line asks for; errors name the line's own fields."""
+    """Return the job that a line asks for. Raises JobError, which names the line's own fields."""
     line = {name: value for name, value in line.items() if value is not None or name == "custom_id"}
     unknown = next((name for name in line if name not in LINE_FIELDS), None)
     if unknown is not None:
@@ -103,7 +103,7 @@ def _check_custom_id(custom_id: Any, job_id: str | None) -> None:
 
 
 def _job_of_body(custom_id: str, url: str, body: dict[str, Any], job_id: str | None) -> Job:
-    # OpenAI's clients write null for "not given".
+    # OpenAI's clients write null for a field that is not given.
     fields = {name: value for name, value in body.items() if not _is_absent(name, value)}
     unknown = next((name for name in fields if name not in BODY_FIELDS[url]), None)
     if unknown is not None:
@@ -173,7 +173,7 @@ def _map_completion(document: dict[str, Any], fields: dict[str, Any], job_id: st
 
 
 def _as_line_error(error: JobError, fields: dict[str, Any]) -> JobError:
-    """Put the error's field into the words of the line: body.…, or custom_id."""
+    """Rename the error's field to the line's: body.… or custom_id."""
     theirs = {ours: name for name, ours in _RENAMED.items() if name in fields}
     theirs |= {"prompt_token_ids": "prompt"} | (
         {"logprobs": "top_logprobs"} if "top_logprobs" in fields else {}
@@ -189,7 +189,7 @@ def _as_line_error(error: JobError, fields: dict[str, Any]) -> JobError:
 
 
 def batch_output(result: Result, *, url: str, model: str, created_s: int) -> dict[str, Any]:
-    """The line of an OpenAI Batch output file for `result`; `url` is its request line's."""
+    """Write `result` as a line of an OpenAI Batch output file; `url` is its request line's."""
     line: dict[str, Any] = {"id": f"batch_req_{result.id}", "custom_id": result.custom_id or result.id}
     if result.status != "completed":
         error = result.error
@@ -253,7 +253,7 @@ def _completion_choice(choice: Choice) -> dict[str, Any]:
 
 
 def _by_name(entry: TokenLogprob) -> dict[str, float]:
-    """As many entries as there are tokens, and the sampled one's under the name that `tokens` has for it."""
+    """Return one entry per token; the sampled token keeps the name that `tokens` gives it."""
     logprobs = {other.token_id: other.logprob for other in entry.top} | {entry.token_id: entry.logprob}
     named = [(entry.token_id, entry.token), *((other.token_id, other.token) for other in entry.top)]
     names = distinct_names(named)
@@ -261,7 +261,7 @@ def _by_name(entry: TokenLogprob) -> dict[str, float]:
 
 
 def _text_offsets(logprobs: tuple[TokenLogprob, ...]) -> list[int]:
-    """Where each token begins, in characters from the first one; parts of a character begin where it does."""
+    """Return where each token begins, in characters from the first; parts of a character begin where it does."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     lengths = [len(decoder.decode(token_bytes(entry.token))) for entry in logprobs[:-1]]
     return list(accumulate(lengths, initial=0)) if logprobs else []

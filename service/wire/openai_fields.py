@@ -1,4 +1,4 @@
-"""Fields of OpenAI's requests and replies that this service does not serve, and when they do no harm."""
+"""Fields of OpenAI's requests and replies that this service does not support, and the values it ignores."""
 
 from typing import Any, Final
 
@@ -16,10 +16,10 @@ REPLY_FIELDS: Final = frozenset(
         "reasoning_details",
     )
 )
-"""Of a message that came from such an API and is sent back to it."""
+"""Fields of a message that came from such an API and is sent back."""
 EMPTY: Final[tuple[Any, ...]] = (None, False, "", [], {})
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a field with this value asks for nothing; 0 is a number that asks for something."""
+    """Tell whether a field with this value asks for nothing; 0 is a number and asks for something."""
     return value is None or value is False or (isinstance(value, (str, list, dict)) and not value)

@@ -1,4 +1,4 @@
-"""What pydantic found wrong, in one sentence that names field, value and limit."""
+"""Turns pydantic's errors into one sentence that names field, value and limit."""
 
 import difflib
 import math
@@ -11,7 +11,7 @@ from service.errors import JobError
 from service.wire import limits, openai_fields
 from service.wire.response_format import FORMAT_TYPES
 
-# Text of users never travels in an error: what stands in these fields is told by type and size alone.
+# An error never repeats users' text: values of these fields are described by type and size alone.
 _PRIVATE_FIELDS = frozenset({"messages", "prompt", "content", "text"})
 
 _TYPE_NAMES = {
@@ -30,7 +30,7 @@ _TYPE_NAMES = {
 
 
 def describe(value: Any, *, private: bool = False) -> str | int | float:
-    """A value short enough, and harmless enough, to repeat in a message."""
+    """Describe a value so that a message may repeat it; with `private`, by type and size alone."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -38,7 +38,7 @@ def describe(value: Any, *, private: bool = False) -> str | int | float:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, int):
-        # What JSON writers can write: an error becomes part of a result.
+        # An error becomes part of a result, so JSON must be able to write the value.
         shown = value if -(1 << 63) <= value < 1 << 64 else f"an integer of {value.bit_length()} bits"
         return "an integer" if private else shown
     if isinstance(value, float):
@@ -52,7 +52,7 @@ def describe(value: Any, *, private: bool = False) -> str | int | float:
 
 
 def field_name(location: Iterable[int | str]) -> str:
-    """The path of a refused field; pydantic puts the tag of the response format into it, which is no field."""
+    """Return the path of a refused field, without the response format's tag, which pydantic adds to it."""
     parts = list(location)
     if len(parts) > 1 and parts[0] == "response_format" and parts[1] in FORMAT_TYPES:
         del parts[1]
@@ -60,7 +60,7 @@ def field_name(location: Iterable[int | str]) -> str:
 
 
 def path_name(path: Iterable[int | str]) -> str:
-    """`messages[0].role` for ("messages", 0, "role")."""
+    """Return `messages[0].role` for ("messages", 0, "role")."""
     name = ""
     for part in path:
         if isinstance(part, int):
@@ -71,7 +71,7 @@ def path_name(path: Iterable[int | str]) -> str:
 
 
 def unknown_field(field: str, known: Iterable[str]) -> tuple[str, str]:
-    """Reason and limit for a field that is not accepted as it is."""
+    """Return reason and limit for a field that is not accepted."""
     leaf = field.rsplit(".", 1)[-1]
     unserved = openai_fields.REPLY_FIELDS if "messages" in field else openai_fields.REQUEST_FIELDS
     if leaf in unserved and leaf not in known:
@@ -126,7 +126,7 @@ _EXPLAIN: Mapping[str, Callable[[Any, Mapping[str, Any]], tuple[str, Any]]] = {
 
 
 def job_error(error: ValidationError, *, known: Iterable[str], job_id: str | None) -> JobError:
-    """The first thing wrong, as the error that ends the job."""
+    """Return the first error of a validation as the error that ends the job."""
     detail = error.errors(include_url=False)[0]
     kind, location, context = detail["type"], detail["loc"], detail.get("ctx", {})
     field = field_name(location) + (".type" if kind.startswith("union_tag_") else "")

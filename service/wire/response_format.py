@@ -1,4 +1,4 @@
-"""The forms that a job may ask its output to take. Structure is checked here, grammars elsewhere."""
+"""The formats that a job may ask for. Their structure is checked here, their grammars in `service.grammar`."""
 
 from typing import Annotated, Any, Literal
 

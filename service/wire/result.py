@@ -1,4 +1,4 @@
-"""The terminal record of a job, as it stands on the results topic."""
+"""The outcome of a job, as written to the results topic."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -34,14 +34,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds; None where the job did not get that far."""
+    """Times in seconds; None where the job did not get that far."""
 
     __pydantic_config__ = STRICT
 
     queued_s: float | None = None
-    """From the record's arrival to its first step."""
+    """Time from the record's arrival to its first step."""
     ttft_s: float | None = None
-    """From arrival to the first token."""
+    """Time from arrival to the first token."""
     tpot_s: float | None = None
     """Mean time per token after the first."""
     e2e_s: float | None = None
@@ -49,7 +49,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class SloOutcome:
-    """None where there was no target or nothing to hold against it."""
+    """Says whether the job met its targets; None where there was no target or nothing to measure."""
 
     __pydantic_config__ = STRICT
 
@@ -71,13 +71,13 @@ class Result:
     slo: SloOutcome = SloOutcome()
     error: ErrorInfo | None = None
     metadata: dict[str, Any] | None = None
-    """The job's, unchanged."""
+    """The job's metadata, unchanged."""
     custom_id: str | None = None
-    """The batch line's, unchanged; the id is made from it where it is no id by itself."""
+    """The batch line's custom_id, unchanged; the job's id derives from it where it is not a valid id itself."""
     v: Literal[1] = WIRE_VERSION
 
     def encode(self) -> bytes:
-        """As JSON; optional fields that are None are left out."""
+        """Write as JSON; optional fields that are None are left out."""
         choices = [
             {
                 name: value
@@ -98,7 +98,7 @@ _ADAPTER: TypeAdapter[Result] = TypeAdapter(Result)
 
 
 def parse_result(data: bytes) -> Result:
-    """Decode a result; InternalError when it is none."""
+    """Decode a result. Raises InternalError when it is not one."""
     result: Result = validated(_ADAPTER, data, "result")
     return result
 

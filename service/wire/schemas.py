@@ -1,4 +1,4 @@
-"""Writes what other programs read about the formats: `python -m service.wire.schemas [FOLDER]`."""
+"""Writes the published schemas of the formats: `python -m service.wire.schemas [FOLDER]`."""
 
 import json
 import sys
@@ -35,7 +35,7 @@ def _gives(field: str) -> dict[str, Any]:
 
 
 def batch_line_document() -> dict[str, Any]:
-    """A line of an OpenAI Batch file: its fields mean the job's, so their types are taken from there."""
+    """Describe a line of an OpenAI Batch file; its fields take their types from the job's."""
     job = job_schema()
     bodies = []
     for url, names in openai_batch.BODY_FIELDS.items():
@@ -92,7 +92,7 @@ def result_document() -> dict[str, Any]:
 
 
 def dead_letter_document() -> dict[str, Any]:
-    """Its headers: the value and the key are the original's bytes, whatever they are."""
+    """Describe a dead letter's headers; its value and key are the original's bytes."""
     numbers = {"partition", "offset", "timestamp_ms", "attempt"}
     properties = {
         header_name(name): {"type": "string", "pattern": "^-?[0-9]+$"}
@@ -111,7 +111,7 @@ def dead_letter_document() -> dict[str, Any]:
 
 
 def documents() -> dict[str, str]:
-    """Every generated file by name, as text."""
+    """Return every generated file's text by name."""
     schemas = {
         "job": job_document(),
         "openai-batch-line": batch_line_document(),

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from service.pipelines.batch import Line, _refused, _retry_id, read_lines
 from service.pipelines.documents import read_document
+from service.pipelines.job_file import Line, _refused, _retry_id, read_lines
 from service.wire.limits import ID_PATTERN
 
 
@@ -65,5 +65,5 @@ def test_second_line_with_a_custom_id_is_refused_by_that_name() -> None:
     first, second = lines_of(batch_line("a b", body=body) + b"\n" + batch_line("a b", body=body))
     assert first.job is not None
     assert second.error is not None
-    assert second.error.message.startswith("custom_id: 'a b' stands on line 1 already")
+    assert second.error.message.startswith("custom_id: 'a b' is already on line 1")
     assert _refused(second, second.error)["custom_id"] == "a b"

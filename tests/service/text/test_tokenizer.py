@@ -284,6 +284,18 @@ def test_gguf_names_its_ends_template_and_opening_token(tmp_path: Path) -> None:
             b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + gguf_string("k") + struct.pack("<I", 99),
             "unknown metadata type 99",
         ),
+        (
+            b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + gguf_string("k") + struct.pack("<IIQ", 9, 8, 1 << 25),
+            "array entries; the limit is 16777216",
+        ),
+        (
+            b"GGUF"
+            + struct.pack("<IQQ", 3, 0, 1)
+            + gguf_string("k")
+            + struct.pack("<I", 9)
+            + struct.pack("<IQ", 9, 1) * 5,
+            "unknown metadata type 9",
+        ),
     ],
 )
 def test_broken_gguf_is_the_operators_error(tmp_path: Path, data: bytes, message: str) -> None:

@@ -68,7 +68,7 @@ def test_deadline_counts_from_the_records_timestamp(deadline: Any, at_ms: int | 
 )
 def test_hazard_a_stamp_in_another_unit_would_expire_the_job_at_once_or_never(no_time: int) -> None:
     document = {"id": "job-1", "prompt": "hi", "deadline": 30}
-    with pytest.raises(JobError, match=rf"deadline: .* {no_time} ms is none; give a time"):
+    with pytest.raises(JobError, match=rf"deadline: .* {no_time} ms is not one; give a time"):
         parse_job(orjson.dumps(document), key=None, timestamp_ms=no_time)
     absolute = orjson.dumps({**document, "deadline": "2030-01-31T12:00:00Z"})
     assert parse_job(absolute, key=None, timestamp_ms=no_time).deadline is not None
