@@ -66,7 +66,7 @@ class ResultFollower:
         self._task = asyncio.create_task(self._run(), name="results")
 
     async def stop(self) -> None:
-        """Ends in bounded time; cancels the futures of all who still wait."""
+        """Ends in bounded time; cancels the futures of callers that still wait."""
         self._stopping.set()
         if self._task is not None:
             self._task.cancel()

@@ -45,7 +45,7 @@ _UNREADABLE = {"no_value", "record_too_large", "invalid_utf8", "invalid_json", "
 
 
 def words_from_prompt(job: Job) -> str:
-    """The default answer: letters that depend on the prompt and on nothing else, for ever if they are not cut."""
+    """Returns the default answer: as many letters as the job allows, which depend on the prompt and on nothing else."""
     prompt = [job.prompt, [message.content for message in job.messages or ()], job.prompt_token_ids]
     letters = hashlib.sha256(repr(prompt).encode()).hexdigest()
     return letters * (1 + (job.max_tokens or DEFAULT_MAX_TOKENS) // len(letters))
@@ -86,7 +86,8 @@ class FakeClient:
         *,
         hold: Callable[[Job], bool] = lambda _: False,
     ) -> None:
-        """
+        """Takes the answers.
+
         answer: the text of each choice; it is cut at `max_tokens` characters. A JobError that it raises fails the job.
         hold: whether a job stays running until `release` or `cancel`.
         """
