@@ -1,6 +1,7 @@
 """The fake client and the real one behave the same towards a program that uses them."""
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
@@ -174,6 +175,15 @@ async def test_a_running_job_is_seen_as_running(client: JobClient) -> None:
     assert await client.seen("long", value) is Seen.RUNNING
     await client.cancel("long")
     await client.result_of("long", awaited)
+
+
+@pytest.mark.parametrize("name", [name for name in vars(JobClient) if not name.startswith("_")])
+def test_every_method_has_one_signature_and_the_client_documents_it(name: str) -> None:
+    real, fake, protocol = (getattr(kind, name) for kind in (Client, FakeClient, JobClient))
+    assert inspect.signature(real) == inspect.signature(protocol) == inspect.signature(fake)
+    documented = inspect.getdoc(real) or ""
+    assert [each for each in inspect.signature(real).parameters if each not in ("self", "job_id")
+            and each not in documented] == []  # fmt: skip
 
 
 class TestFake:
