@@ -1,4 +1,4 @@
-"""From settings to what the Kafka and Redis parts take: small frozen configurations and ready clients."""
+"""Turns settings into what the Kafka and Redis parts take: small frozen configurations and ready clients."""
 
 import ssl
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ READER_TIMEOUT_S = 10.0
 
 
 def kafka_config(settings: Settings, *, client_id: str = "tailrace") -> KafkaConfig:
-    """Raises SettingsError when a certificate file cannot be read."""
+    """Returns what all clients of Kafka need. Raises SettingsError when a certificate file cannot be read."""
     password = settings.kafka_sasl_password
     return KafkaConfig(
         bootstrap=settings.kafka_bootstrap,
@@ -64,7 +64,7 @@ def stream_config(settings: Settings) -> StreamConfig:
 
 
 def redis_client(settings: Settings) -> "Redis":
-    """For readers: raises soon when Redis is away, instead of waiting for ever. Close it with `aclose()`."""
+    """Returns a client for readers, which raises soon when Redis is away. Close it with `aclose()`."""
     from redis.asyncio import Redis
 
     return Redis.from_url(

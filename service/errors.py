@@ -1,9 +1,9 @@
-"""The closed tree of what can go wrong, by whose fault it is and whether trying again can help.
+"""All errors that Tailrace raises, by whose fault they are and whether a retry helps.
 
 TailraceError
-├── JobError            the job's: ends that job, names field, value and limit
+├── JobError            the job's fault: ends that job, names field, value and limit
 ├── SettingsError       the operator's: the process does not start
-├── DependencyError     the operator's: Kafka or Redis is away; retried with back-off
+├── DependencyError     the operator's: Kafka or Redis is away; a retry helps
 └── InternalError       ours: a bug; ends the jobs it touches, reported with its traceback
 """
 
@@ -11,6 +11,8 @@ from typing import ClassVar, Literal
 
 
 class TailraceError(Exception):
+    """The base of the tree; only its subclasses are raised."""
+
     whose: ClassVar[Literal["job", "operator", "tailrace"]]
     retryable: ClassVar[bool]
 
@@ -42,15 +44,21 @@ class JobError(TailraceError):
 
 
 class SettingsError(TailraceError):
+    """A setting, a file or an argument of a command that cannot be used; the message names it."""
+
     whose = "operator"
     retryable = False
 
 
 class DependencyError(TailraceError):
+    """Kafka, Redis or an embedded server does not answer, or refuses what it is asked."""
+
     whose = "operator"
     retryable = True
 
 
 class InternalError(TailraceError):
+    """A bug of Tailrace, or data of its own format that it did not write."""
+
     whose = "tailrace"
     retryable = False

@@ -181,7 +181,12 @@ class Client:
                 expected.cancel()
 
     async def seen(self, job_id: str, value: bytes) -> Seen:
-        """Returns what Redis remembers of the job with this content. Raises DependencyError."""
+        """Returns what Redis remembers of a job: never seen, running, ended, or another job under the same id.
+
+        value: the job as it was, or would be, published.
+
+        Redis forgets a job some time after its end (`stream_ttl_s`). Raises DependencyError when it does not answer.
+        """
         try:
             return await seen_before(self.redis, self.settings.namespace, job_id, value)
         except (RedisError, OSError) as error:

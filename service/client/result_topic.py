@@ -66,7 +66,7 @@ class ResultFollower:
         self._task = asyncio.create_task(self._run(), name="results")
 
     async def stop(self) -> None:
-        """Ends in bounded time; cancels the futures of all who still wait."""
+        """Ends in bounded time; cancels the futures of callers that still wait."""
         self._stopping.set()
         if self._task is not None:
             self._task.cancel()
@@ -184,7 +184,8 @@ class ResultFollower:
 async def read_results(config: KafkaConfig, job_ids: Iterable[str]) -> dict[str, Result]:
     """Returns the last result of each of these jobs that has one on the topic now. Reads the whole topic.
 
-    Raises KafkaError or OSError when Kafka is unreachable, InternalError for a record that is no result.
+    Raises KafkaError or OSError when Kafka is unreachable, TimeoutError when records are there and none arrives for
+    `REBUILD_AFTER_S`, InternalError for a record that is no result.
     """
     wanted = set(job_ids)
     found: dict[str, Result] = {}
@@ -192,12 +193,14 @@ async def read_results(config: KafkaConfig, job_ids: Iterable[str]) -> dict[str,
     try:
         await consumer.start()
         ends = await consumer.end_offsets(list(consumer.assignment()))
-        while await _behind(consumer, ends):
-            for records in (await consumer.getmany(timeout_ms=POLL_MS, max_records=MAX_RECORDS)).values():
-                for record in records:
-                    job_id = (record.key or b"").decode(errors="replace")
-                    if job_id in wanted and record.value is not None:
-                        found[job_id] = parse_result(record.value)
+        async with asyncio.timeout(REBUILD_AFTER_S) as limit:
+            while await _behind(consumer, ends):
+                for records in (await consumer.getmany(timeout_ms=POLL_MS, max_records=MAX_RECORDS)).values():
+                    limit.reschedule(asyncio.get_running_loop().time() + REBUILD_AFTER_S)
+                    for record in records:
+                        job_id = (record.key or b"").decode(errors="replace")
+                        if job_id in wanted and record.value is not None:
+                            found[job_id] = parse_result(record.value)
     finally:
         await close_consumer(consumer)
     return found

@@ -60,7 +60,7 @@ class JobClient(Protocol):
 async def run_job(
     client: JobClient, job: Mapping[str, Any], *, verify_stream: bool, on_item: Callable[[Item], None] | None
 ) -> Finished:
-    """See `Client.run`."""
+    """Runs a job as `Client.run` describes."""
     job_id = str(job["id"])
     awaited = client.expect(job_id)
     live = None if on_item is None else asyncio.create_task(_read(client, job_id, on_item, None))

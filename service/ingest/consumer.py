@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 LEAVE_TIMEOUT_S = 5.0
 REPORT_EVERY_S = 5.0
-"""While the group is being joined, one line in the log this often."""
+"""Time between two log events while the group is being joined."""
 BACKOFF_S = 0.5
 
 

@@ -32,8 +32,8 @@ class PartitionOffsets:
         self.next_offset = start
         """Offsets below are settled or in flight, those from here on unknown or restored."""
         self.position = start
-        """One past the last record seen. Behind next_offset inside a restored range, whose records may still come;
-        none ever comes from below it unless the log itself was cut back."""
+        """One past the last record seen. It is below next_offset inside a restored range, whose records may still
+        arrive; none arrives from below it unless the log itself was cut back."""
         self._incomplete: OrderedDict[int, int] = OrderedDict()
         """Offset to record timestamp (ms), ascending."""
         self._restored = list(reversed(completed))
@@ -54,8 +54,7 @@ class PartitionOffsets:
         return offset in self._incomplete
 
     def register(self, offset: int, timestamp_ms: int = 0) -> bool:
-        """Marks a fetched record incomplete; False: it is in flight or complete already and must not be
-        delivered."""
+        """Marks a fetched record incomplete; False: it is in flight or complete already, and is not to be delivered."""
         self.position = max(self.position, offset + 1)
         if offset < self.next_offset:
             return False
@@ -77,21 +76,19 @@ class PartitionOffsets:
         return True
 
     def advance(self, position: int) -> None:
-        """Tells that no record exists between the last one registered and `position` (markers at the log's
-        end)."""
+        """Notes that no record exists between the last one registered and `position` (markers at the log's end)."""
         if position > self.next_offset:
             self.next_offset = position
             self._skip_restored()
             self._payload_bound = None
 
     def committable(self) -> tuple[int, str]:
-        """The offset to commit, which is the first incomplete one, and the map of what is complete beyond
-        it."""
+        """Returns the offset to commit, which is the first incomplete one, and the map of what is complete beyond."""
         offset = next(iter(self._incomplete), self.next_offset)
         return offset, encode_completed(offset, self.completed_beyond())
 
     def completed_beyond(self) -> Iterator[tuple[int, int]]:
-        """Ranges of complete offsets above the first incomplete one."""
+        """Yields the ranges of complete offsets above the first incomplete one."""
         previous = None
         for offset in self._incomplete:
             if previous is not None and offset > previous + 1:

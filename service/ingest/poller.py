@@ -1,4 +1,4 @@
-"""The poll loop of one AIOKafkaConsumer: restore, take what credit allows, commit, watch for progress."""
+"""Runs the poll loop of one AIOKafkaConsumer: restore, take what credit allows, commit, watch for progress."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Results and dead letters out to Kafka: acknowledged by all replicas, or sent again."""
+"""Writes results and dead letters to Kafka, again and again until all replicas have acknowledged them."""
 
 import asyncio
 import time
@@ -56,7 +56,7 @@ TOPIC_REFUSED = (TopicAuthorizationFailedError, UnknownTopicOrPartitionError)
 
 
 class WithdrawnError(Exception):
-    """The sender does not want the record sent any more: the job is another worker's."""
+    """The sender withdrew the record before it was sent: another worker has the job."""
 
 
 def _always() -> bool:
@@ -75,8 +75,10 @@ class _Record:
 
 
 class ResultProducer:
-    """Sends a record until it is acknowledged: at least once, which the keyed results topic makes once. Used from one
-    event loop."""
+    """Sends each record until it is acknowledged: at least once, which the keys of the results topic make once.
+
+    Used from one event loop.
+    """
 
     def __init__(self, config: KafkaConfig, wall_clock: Callable[[], float] = time.time) -> None:
         """`wall_clock` gives the seconds that records are stamped with."""
@@ -124,7 +126,7 @@ class ResultProducer:
     ) -> None:
         """Returns when the record is acknowledged by all in-sync replicas.
 
-        Waits for a free slot first: at most `max_in_flight_sends` are under way. Raises JobError for a record
+        Waits for a free slot first: at most `max_in_flight_sends` are in flight. Raises JobError for a record
         that is larger than the producer or the topic takes, and for an `optional` one that the topic refuses;
         WithdrawnError once it is no longer `wanted` (asked before each try); DependencyError when stop() ends the wait.
         """
@@ -141,7 +143,7 @@ class ResultProducer:
                     self._idle.set()
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """Waits for sends under way, then ends `run`; what is not acknowledged by then raises in its send()."""
+        """Waits for sends in flight, then ends `run`; a record that is not acknowledged then raises in its send()."""
         if not await wait_for(self._idle, timeout_s):
             log.warning("kafka_sends_given_up", in_flight=self._in_flight, timeout_s=timeout_s)
         await self._supervisor.stop()

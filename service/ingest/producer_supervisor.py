@@ -22,8 +22,11 @@ BACKOFF_S = 0.2
 
 
 class ProducerSupervisor:
-    """aiokafka can end up with a producer in which every send fails (#1133) or none is ever acknowledged: `replace`
-    asks for another one. Used from one event loop."""
+    """Owns the one aiokafka producer of the process; used from one event loop.
+
+    aiokafka can end up with a producer in which every send fails (#1133) or none is ever acknowledged: `replace` asks
+    for another one.
+    """
 
     def __init__(self, config: KafkaConfig) -> None:
         self._config = config
@@ -45,7 +48,7 @@ class ProducerSupervisor:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since a record was last acknowledged, or since the connection was made."""
+        """Returns the seconds since a record was last acknowledged, or since the connection was made."""
         return time.monotonic() - self._acknowledged_s
 
     async def run(self) -> None:

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from service.client import client_settings
+from service.client import Client, client_settings
 from service.embedded.stack import EmbeddedStack
+from service.errors import SettingsError
+from service.settings import load_settings
 
 
 @pytest.fixture(autouse=True)
@@ -26,3 +28,24 @@ async def test_naming_either_address_leaves_the_pair_alone(monkeypatch: pytest.M
         settings = client_settings()
         assert settings.kafka_bootstrap == "kafka.example:9092"
         assert settings.redis_url == "redis://127.0.0.1:6379/0"
+
+
+async def test_given_addresses_stand_in_place_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAILRACE_KAFKA_BOOTSTRAP", "kafka.example:9092")
+    monkeypatch.setenv("TAILRACE_JOBS_TOPIC", "jobs")
+    client = Client(bootstrap="other.example:9093", redis_url="redis://other.example/2", namespace="mine")
+    settings = client.settings
+    assert (settings.kafka_bootstrap, settings.redis_url) == ("other.example:9093", "redis://other.example/2")
+    assert (settings.namespace, settings.jobs_topic) == ("mine", "jobs")
+    assert client.config.bootstrap == "other.example:9093"
+    await client.close()
+
+
+def test_a_wrong_address_is_refused_by_name() -> None:
+    with pytest.raises(SettingsError, match="TAILRACE_KAFKA_BOOTSTRAP"):
+        Client(bootstrap="no port")
+
+
+def test_settings_and_addresses_do_not_go_together() -> None:
+    with pytest.raises(TypeError, match="not both"):
+        Client(load_settings({}), namespace="mine")

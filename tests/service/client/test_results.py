@@ -1,4 +1,4 @@
-"""Terminal records reach who waits for them, also those that came while nobody listened."""
+"""Results reach the callers that wait for them, also when they were written before anyone listened."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -38,6 +38,15 @@ async def test_only_expected_results_are_handed_out_and_none_is_kept(settings: S
         assert [(await each).id for each in awaited] == [f"job-{number}" for number in range(20)]
         await asyncio.sleep(0)
         assert client.results.stats().num_expected == 0
+
+
+async def test_two_callers_may_wait_for_one_result(settings: Settings) -> None:
+    async with Client(settings) as client:
+        first, second, cancelled = (client.expect("job-1") for _ in range(3))
+        cancelled.cancel()
+        await _write(settings, Result("job-1", "completed", 1, "w"))
+        assert await client.result_of("job-1", first) == await client.result_of("job-1", second)
+        assert client.stats().results.num_expected == 0
 
 
 async def test_cancelled_waiter_is_forgotten(settings: Settings) -> None:
