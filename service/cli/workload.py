@@ -13,7 +13,11 @@ MAX_REQUESTS = 10_000
 MAX_FILE_BYTES = 16 << 20
 DOCUMENTS_BESIDE = "../peps"
 """Relative to the workload's folder; the shipped samples stand in where there are none."""
-SAMPLES = Path(__file__).resolve().parents[2] / "ops" / "samples"
+_PACKAGED_SAMPLES = Path(__file__).resolve().parents[1] / "samples"
+SAMPLES = (
+    _PACKAGED_SAMPLES if _PACKAGED_SAMPLES.is_dir() else _PACKAGED_SAMPLES.parents[1] / "ops" / "samples"
+)
+"""A wheel carries the texts inside the package; a checkout keeps them in `ops/`."""
 
 
 @dataclass(frozen=True, slots=True)
