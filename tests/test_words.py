@@ -47,6 +47,8 @@ def text_of(path: Path) -> str:
     if path.suffix == ".py":
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
         text = " ".join(token.string for token in tokens if token.type in (tokenize.NAME, *PROSE))
+    else:
+        text = re.sub(r"`[^`]*`", "", text)  # names of code are judged where they are defined
     return snake(text)
 
 
