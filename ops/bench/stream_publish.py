@@ -97,7 +97,9 @@ async def own(url: str, num_jobs: int, num_steps: int) -> dict[str, float]:
     ids = [f"own-{i:04d}" for i in range(num_jobs)]
     streams: list[AttemptWriter] = []
     for job_id in ids:
-        opened = await publisher.open(job_id, origin="jobs/0/1", digest=DIGEST, num_choices=1, stream=True)
+        opened = await publisher.open(
+            job_id, origin="jobs/0/1", fingerprint=DIGEST, num_choices=1, stream=True
+        )
         assert opened.stream is not None, opened
         opened.stream.start()
         streams.append(opened.stream)

@@ -20,8 +20,12 @@ MAX_TOKENS = 1 << 20
 MAX_PROMPT_TOKENS = 1 << 22
 """Limit of a shape's prompts together: about 150 MB of numbers."""
 DOCUMENTS_BESIDE = "../peps"
-"""Relative to the workload's folder; without documents there, the shipped samples are used."""
-SAMPLES = Path(__file__).resolve().parents[2] / "ops" / "samples"
+"""Relative to the workload's folder; the shipped samples stand in where there are none."""
+_PACKAGED_SAMPLES = Path(__file__).resolve().parents[1] / "samples"
+SAMPLES = (
+    _PACKAGED_SAMPLES if _PACKAGED_SAMPLES.is_dir() else _PACKAGED_SAMPLES.parents[1] / "ops" / "samples"
+)
+"""A wheel carries the texts inside the package; a checkout keeps them in `ops/`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ class Attempt:
     """A nonce: tells apart two attempts that got one epoch from a Redis that lost its memory and whose clock was set
     back."""
     origin: str
-    digest: str
+    fingerprint: str
     streamed: bool
     number: int = 1
     """How often the record was begun, this time included."""
@@ -48,6 +48,6 @@ def append_prefix(attempt: Attempt, config: StreamConfig, script: Script) -> byt
     constant = (
         "EVALSHA", script.sha, 2, keys.meta, keys.log,
         attempt.epoch, attempt.writer, config.ttl_s * 1000, config.max_log_entries, keys.live,
-        attempt.origin, attempt.digest, attempt.deployment, attempt.number,
+        attempt.origin, attempt.fingerprint, attempt.deployment, attempt.number,
     )  # fmt: skip
     return pack_args([arg if isinstance(arg, bytes) else str(arg).encode() for arg in constant])

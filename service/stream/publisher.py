@@ -54,7 +54,7 @@ class Opened:
     """When OPENED: server's clock at the first attempt, the same for all of them."""
     decided: bytes | None = None
     """When OPENED: the terminal record that an earlier attempt was about to send, or has sent. It is the job's."""
-    same_digest: bool = True
+    same_content: bool = True
     """The holder's record has the same bytes."""
 
 
@@ -148,7 +148,9 @@ class StreamPublisher:
         """Make `run` return once what is due is written, or at the first failure to."""
         self._loop.stop()
 
-    async def open(self, job_id: str, *, origin: str, digest: str, num_choices: int, stream: bool) -> Opened:
+    async def open(
+        self, job_id: str, *, origin: str, fingerprint: str, num_choices: int, stream: bool
+    ) -> Opened:
         """Take over the job's stream, or learn why not; waits while Redis is away.
 
         After OPENED no older attempt can write to the log any more. May be cancelled at any time. Raises
@@ -158,10 +160,10 @@ class StreamPublisher:
         nonce = secrets.token_hex(8)
         command = pack_command(
             "EVALSHA", OPEN.sha, 3, keys.meta, keys.cancel, keys.log,
-            origin, digest, nonce, self._config.ttl_s * 1000, self.deployment,
+            origin, fingerprint, nonce, self._config.ttl_s * 1000, self.deployment,
         )  # fmt: skip
         try:
-            outcome, epoch, same_digest, ended, cancelled, *counts, decided = await self._loop.request(
+            outcome, epoch, same_content, ended, cancelled, *counts, decided = await self._loop.request(
                 command
             )
             held = Outcome(outcome.decode())
@@ -178,11 +180,11 @@ class StreamPublisher:
                 epoch,
                 bool(cancelled),
                 ended_status=ended.decode() or None,
-                same_digest=bool(same_digest),
+                same_content=bool(same_content),
             )
         resumed = standing(job_id, events, num_choices)
         attempt = Attempt(
-            job_id, epoch, nonce, origin, digest, stream, number, self.deployment, self._config.worker
+            job_id, epoch, nonce, origin, fingerprint, stream, number, self.deployment, self._config.worker
         )
         return Opened(
             held,

@@ -111,10 +111,10 @@ class Completion:
         """Settle a record whose id belongs to another record, without touching that one's result."""
         self._edges.metrics.duplicates.inc()
         log.info(
-            "duplicate_suppressed", job_id=run.job_id, origin=run.origin, same_content=opened.same_digest,
+            "duplicate_suppressed", job_id=run.job_id, origin=run.origin, same_content=opened.same_content,
             ended=opened.ended_status,
         )  # fmt: skip
-        if not opened.same_digest:
+        if not opened.same_content:
             error = JobError(
                 "duplicate_id", f"id: {run.job_id!r} was given to another job before; the limit is one job per id",
                 field="id", value=run.job_id, limit="one job per id", job_id=run.job_id,
@@ -133,7 +133,11 @@ class Completion:
         """File a refusal under `job_id`. False: that id belongs to another record, or its keys to another program."""
         try:
             opened = await self._edges.publisher.open(
-                job_id, origin=run.origin, digest=fingerprint(run.delivery.value), num_choices=1, stream=True
+                job_id,
+                origin=run.origin,
+                fingerprint=fingerprint(run.delivery.value),
+                num_choices=1,
+                stream=True,
             )
         except JobError:
             return False

@@ -57,7 +57,7 @@ class Intake:
             opened = await self._edges.publisher.open(
                 job.id,
                 origin=run.origin,
-                digest=fingerprint(delivery.value),
+                fingerprint=fingerprint(delivery.value),
                 num_choices=job.n,
                 stream=job.stream,
             )

@@ -46,7 +46,7 @@ async def test_a_job_that_takes_its_workers_down_is_not_passed_on_for_ever(
     async with running_publisher(redis_server.url) as publisher:
         for _ in range(3):  # Each attempt began and was never heard of again.
             await publisher.open(
-                "poison", origin=origin, digest=fingerprint(value), num_choices=1, stream=True
+                "poison", origin=origin, fingerprint=fingerprint(value), num_choices=1, stream=True
             )
     async with running_worker(service.settings(max_attempts="3")):
         await service.publish_raw([(b"poison", value)], timestamp_ms=stamp)

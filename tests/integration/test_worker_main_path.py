@@ -175,7 +175,7 @@ async def test_tokens_of_another_tokenizer_are_dropped_and_readers_are_told(
     # What a worker with another model left behind: ids whose text is not this tokenizer's.
     async with running_publisher(redis_server.url) as publisher:
         opened = await publisher.open(
-            "moved", origin=f"{topic}/0/0@{stamp}", digest=fingerprint(value), num_choices=1, stream=True
+            "moved", origin=f"{topic}/0/0@{stamp}", fingerprint=fingerprint(value), num_choices=1, stream=True
         )
         assert opened.stream is not None
         opened.stream.start()

@@ -20,6 +20,7 @@ from tests.kernels.tiny import make_model, save
 WIDE_WINDOW = "mistral_wide_window"
 """A window that several of the kernel's segments of keys fit in."""
 COMPILED = ("llama", "llama3_rope", "mistral_window", WIDE_WINDOW, "qwen2", "qwen3", "gemma3")
+IN_EVERY_RUN = ("llama", WIDE_WINDOW, "gemma3")
 
 SHARED = [(5 * place) % 199 for place in range(70)]
 LOAD = Load(
@@ -75,9 +76,12 @@ def check_met(name: str, served: Served) -> None:
 @pytest.mark.parametrize(
     ("family", "quantization"),
     [
-        *((family, "none") for family in COMPILED),
+        *(
+            pytest.param(family, "none", marks=() if family in IN_EVERY_RUN else pytest.mark.slow)
+            for family in COMPILED
+        ),
         ("llama", "int8"),
-        (WIDE_WINDOW, "int8"),
+        pytest.param(WIDE_WINDOW, "int8", marks=pytest.mark.slow),
         ("gemma3", "int8"),
     ],
 )
@@ -100,7 +104,14 @@ def differing(logits: Logits, expected: Logits) -> list[tuple[int, int]]:
     return sorted(place for place, line in logits.items() if line != expected[place])
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral_window", "gemma3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        pytest.param("mistral_window", marks=pytest.mark.slow),
+        pytest.param("gemma3", marks=pytest.mark.slow),
+    ],
+)
 def test_level_1_tokens_are_equal_and_logits_nearly_on_the_portable_path(
     family: str, folders: Mapping[str, Path]
 ) -> None:
@@ -117,7 +128,7 @@ def test_level_1_tokens_are_equal_and_logits_nearly_on_the_portable_path(
             np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_equal_steps_give_equal_bits_on_any_path(dtype: str, folders: Mapping[str, Path]) -> None:
     """The same plans in the same order on the same number of threads give the same results."""
     circumstances = Circumstances(chunk_tokens=48, num_threads=2)

@@ -23,7 +23,7 @@ def _needs_the_model() -> None:
     real_model(MODEL)
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", [pytest.param("none", marks=pytest.mark.slow), "int8"])
 def test_neighbours_and_chunks_leave_every_bit(quantization: str) -> None:
     whole, cut = Circumstances(num_threads=2), Circumstances(chunk_tokens=100)
     runner = load(MODEL, whole, quantization=quantization)

@@ -45,7 +45,7 @@ def digest(served: Served, numbers: tuple[int, ...] = LOOKED_AT) -> str:
     ).hexdigest()
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", pytest.param("int8", marks=pytest.mark.slow)])
 def test_neighbours_chunks_preemption_and_prefix_hits_leave_every_bit(quantization: str) -> None:
     roomy = load(MODEL, Circumstances(), quantization=quantization)
     tight = Circumstances(chunk_tokens=100, num_blocks=40, num_threads=2, prefix_caching=True)

@@ -2,11 +2,18 @@
 
 from collections import Counter
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.plan import SamplingParams, StepPlan
@@ -22,12 +29,31 @@ QUICK = settings(
 )
 CONTROL = settings(
     QUICK,
-    max_examples=300,
+    max_examples=1_000,
     phases=(Phase.generate,),
     report_multiple_bugs=False,
     print_blob=False,
     database=None,
 )
+
+MAX_ROUNDS = 5
+
+
+def run_until_seen(machine: "type[SchedulerMachine]", limits: settings, wanted: set[Any]) -> None:
+    """Run sequences from fixed seeds, at most MAX_ROUNDS times `limits`, until all that is wanted has happened.
+
+    Hypothesis draws from the constants of whatever modules are loaded, so which cases one round meets depends on the
+    other tests of the run.
+    """
+    machine.seen = Counter()
+    for number in range(MAX_ROUNDS):
+        seeded = seed(number)(type(machine.__name__, (machine,), {}))
+        run_state_machine_as_test(seeded, settings=limits)
+        unseen = wanted - {name for name, count in machine.seen.items() if count}
+        if not unseen:
+            return
+    raise AssertionError(f"the sequences never got to {unseen}")
+
 
 configs = st.builds(
     SchedulerConfig,

@@ -1,6 +1,5 @@
 """Any sequence of events again, with jobs of several choices in it, and members that come late to their group."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -18,7 +17,7 @@ from scheduler.request import Request, RequestStatus
 from scheduler.spec import RequestSpec, ServiceClass
 from scheduler.state import State
 from tests.scheduler.driving import STOP, PagedModel, RaisingModel, undisturbed_output
-from tests.scheduler.machine import CONTROL, QUICK, SchedulerMachine, configs
+from tests.scheduler.machine import CONTROL, QUICK, SchedulerMachine, configs, run_until_seen
 
 BROKEN = -1
 """What the slots of a failed row hold."""
@@ -153,12 +152,7 @@ MACHINES = [ForkMachine, LookaheadForkMachine, RaisingForkMachine, LookaheadRais
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_any_sequence_of_events_keeps_books_slots_and_outputs_right(machine: type[ForkMachine]) -> None:
-    machine.seen = Counter()
-    run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=100))
-    unseen = {"preemptions", "errors", "forks", "copies"} - {
-        name for name, count in machine.seen.items() if count
-    }
-    assert not unseen, "the sequences never got there"
+    run_until_seen(machine, settings(QUICK, max_examples=100), {"preemptions", "errors", "forks", "copies"})
 
 
 def never_copies(monkeypatch: pytest.MonkeyPatch) -> None:

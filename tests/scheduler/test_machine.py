@@ -1,6 +1,5 @@
 """Any sequence of arrivals, steps, failures and cancellations keeps the books, the slots and the outputs right."""
 
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -19,7 +18,7 @@ from tests.scheduler.controls import (
     preempts_without_recomputing,
     publishes_before_it_is_computed,
 )
-from tests.scheduler.machine import CONTROL, LookaheadMachine, SchedulerMachine
+from tests.scheduler.machine import CONTROL, LookaheadMachine, SchedulerMachine, run_until_seen
 
 EVERYTHING = {"preemptions", "prefix_hits", "errors", *FinishReason}
 
@@ -32,10 +31,7 @@ EVERYTHING = {"preemptions", "prefix_hits", "errors", *FinishReason}
 def test_any_sequence_of_events_keeps_books_slots_and_outputs_right(
     machine: type[SchedulerMachine], wanted: set[str]
 ) -> None:
-    machine.seen = Counter()
-    run_state_machine_as_test(machine, settings=machine.quick)
-    unseen = wanted - {name for name, count in machine.seen.items() if count}
-    assert not unseen, "the sequences never got there"
+    run_until_seen(machine, machine.quick, wanted)
 
 
 LOOKAHEAD_SABOTAGES = [plans_past_max_tokens, frees_blocks_still_being_written, preempts_what_is_in_flight]

@@ -55,7 +55,9 @@ async def open_job(
     num_choices: int = 1,
     stream: bool = True,
 ) -> Opened:
-    return await publisher.open(job_id, origin=origin, digest=digest, num_choices=num_choices, stream=stream)
+    return await publisher.open(
+        job_id, origin=origin, fingerprint=digest, num_choices=num_choices, stream=stream
+    )
 
 
 def stream_of(opened: Opened) -> AttemptWriter:

@@ -219,7 +219,10 @@ def test_the_270m_model_equals_transformers_past_its_window(
 
 @pytest.mark.model
 @needs_compiled_path
-@pytest.mark.parametrize(("quantization", "tie", "agreeing"), [("none", 0.1, 0.95), ("int8", 0.5, 0.85)])
+@pytest.mark.parametrize(
+    ("quantization", "tie", "agreeing"),
+    [("none", 0.1, 0.95), pytest.param("int8", 0.5, 0.85, marks=pytest.mark.slow)],
+)
 def test_the_270m_model_on_the_compiled_path_parts_from_transformers_only_at_near_ties(
     quantization: str, tie: float, agreeing: float, source: ModelSource, reference: PreTrainedModel
 ) -> None:

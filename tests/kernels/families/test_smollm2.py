@@ -138,6 +138,7 @@ def test_twenty_prompts_together_equal_transformers(
         assert _choices(reference, prompt, tokens) == tokens, TEXTS[idx]
 
 
+@pytest.mark.slow
 def test_generate_of_transformers_is_equal(
     reference: PreTrainedModel, prompts: list[list[int]], together: dict[str, list[int]]
 ) -> None:
@@ -145,7 +146,14 @@ def test_generate_of_transformers_is_equal(
         assert reference_tokens(reference, prompt, NUM_TOKENS) == together[str(idx)], TEXTS[idx]
 
 
-@pytest.mark.parametrize("idx", range(len(TEXTS)))
+IN_EVERY_RUN = {0, 7, 17}
+"""An ordinary prompt, one of a single token and one of many bytes per character."""
+
+
+@pytest.mark.parametrize(
+    "idx",
+    [pytest.param(idx, marks=() if idx in IN_EVERY_RUN else pytest.mark.slow) for idx in range(len(TEXTS))],
+)
 def test_prompt_alone_equals_the_same_together(
     runner: Runner, prompts: list[list[int]], together: dict[str, list[int]], idx: int
 ) -> None:

@@ -41,7 +41,7 @@ class Case:
 
 CASES = [
     Case("bfloat16", 100),
-    Case("bfloat16", 96),
+    pytest.param(Case("bfloat16", 96), marks=pytest.mark.slow),
     Case("bfloat16", 100, "int8"),
     Case("float32", 96),
 ]
@@ -218,7 +218,9 @@ def test_a_preempted_fork_equals_an_undisturbed_one(
     check(case, run, alone, *alone)
 
 
-@pytest.mark.parametrize("at_step", [0, 1, 2, 6])
+@pytest.mark.parametrize(
+    "at_step", [0, 1, pytest.param(2, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)]
+)
 def test_the_leader_is_cancelled(
     runner: ModelRunner, case: Case, alone: dict[str, Outcome], at_step: int
 ) -> None:

@@ -68,6 +68,7 @@ def test_scaled_rotary_and_windows_reach_the_config() -> None:
     assert (fields["model_type"], fields["sliding_window"]) == ("mistral", 24)
 
 
+@pytest.mark.slow
 def test_all_ways_generate_what_was_asked_for_whatever_the_end_of_sequence(folder: ModelSource) -> None:
     """Each way fails on an output of another length, so figures mean that lengths were right."""
     started: list[str] = []
@@ -86,6 +87,7 @@ def test_all_ways_generate_what_was_asked_for_whatever_the_end_of_sequence(folde
     assert counts == [(2, 3 + 4), whole, whole]
 
 
+@pytest.mark.slow
 def test_way_that_fails_says_so_and_leaves_the_others(
     folder: ModelSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """One worker with an embedded pair and the deterministic engine, for all command tests."""
 
 import json
+import logging
 import os
 import queue
 import subprocess
@@ -11,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import structlog
+
+from service.cli import main
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 120.0
@@ -90,3 +94,28 @@ def tailrace(service: Service) -> Tailrace:
         )
 
     return run
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Tailrace]:
+    """Runs one command in this process, for what is refused before anything heavy is loaded."""
+    logging_before = structlog.get_config()
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+
+    def run(*arguments: str, **env: str) -> "subprocess.CompletedProcess[str]":
+        for name in [name for name in os.environ if name.startswith("TAILRACE_")]:
+            monkeypatch.delenv(name)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["tailrace", *arguments])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        output, errors = capfd.readouterr()
+        return subprocess.CompletedProcess(arguments, int(ended.value.code or 0), output, errors)
+
+    yield run
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.configure(**logging_before)

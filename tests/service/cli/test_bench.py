@@ -7,6 +7,7 @@ import pytest
 
 from service.cli.bench_report import note_spread, spread
 from tests.service.cli.bench_support import run_bench, save_tiny_model
+from tests.service.cli.conftest import Tailrace
 
 KNOWN_SHAPES = "nor one of long-prompts, long-answers, lone-stream, short-jobs, typical"
 LENGTHS = ((20, 3), (7, 6), (33, 2))
@@ -57,8 +58,8 @@ def test_prefill_gives_milliseconds_of_a_step_and_tokens_per_second() -> None:
 
 
 @pytest.mark.parametrize("batch", ["", "0", "1,x", "5000", ",".join("1" * 40)])
-def test_decode_refuses_batches_out_of_range(batch: str) -> None:
-    ended = run_bench("decode", "--batch", batch or " ", TAILRACE_ENGINE="deterministic")
+def test_decode_refuses_batches_out_of_range(batch: str, in_process: Tailrace) -> None:
+    ended = in_process("bench", "decode", "--batch", batch or " ", TAILRACE_ENGINE="deterministic")
     assert ended.returncode == 2
     assert ended.stderr.startswith("tailrace: --batch")
     assert len(ended.stderr.splitlines()) == 1
@@ -94,6 +95,7 @@ def test_quantization_option_wins_over_the_setting(model: Path) -> None:
     assert (report["model"], report["dtype"], report["quantization"]) == (str(model), "float32", "int8")
 
 
+@pytest.mark.slow
 def test_baseline_runs_the_same_requests_and_gives_ratios(model: Path, workload: Path) -> None:
     ended = run_bench(
         "offline", "--workload", str(workload), "--baseline", "transformers", "--baseline-limit", "2", "--json",
@@ -116,9 +118,15 @@ def test_baseline_runs_the_same_requests_and_gives_ratios(model: Path, workload:
     assert ended.stderr.splitlines() == [*(f"{name} …" for name in names), "continuous again …"]
 
 
-def test_baseline_needs_a_model(workload: Path) -> None:
-    ended = run_bench(
-        "offline", "--workload", str(workload), "--baseline", "transformers", TAILRACE_ENGINE="deterministic"
+def test_baseline_needs_a_model(workload: Path, in_process: Tailrace) -> None:
+    ended = in_process(
+        "bench",
+        "offline",
+        "--workload",
+        str(workload),
+        "--baseline",
+        "transformers",
+        TAILRACE_ENGINE="deterministic",
     )
     assert ended.returncode == 2
     assert ended.stderr == "tailrace: --baseline needs a model; TAILRACE_ENGINE is deterministic\n"
@@ -182,8 +190,10 @@ def test_shapes_and_policies_make_a_run_each_and_a_table() -> None:
         ),
     ],
 )  # fmt: skip
-def test_workloads_that_cannot_be_run_are_refused(arguments: tuple[str, ...], message: str) -> None:
-    ended = run_bench("offline", *arguments)
+def test_workloads_that_cannot_be_run_are_refused(
+    arguments: tuple[str, ...], message: str, in_process: Tailrace
+) -> None:
+    ended = in_process("bench", "offline", *arguments)
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"tailrace: {message}\n")
 
 

@@ -10,6 +10,7 @@ from service.cli.bench_perplexity import compare, read_windows
 from service.errors import JobError, SettingsError
 from service.text import load_tokenizer
 from tests.service.cli.bench_support import run_bench, save_tiny_model
+from tests.service.cli.conftest import Tailrace
 
 
 class OpeningTokenizer:
@@ -114,12 +115,14 @@ def test_command_runs_each_choice_on_the_same_tokens(tmp_path: Path) -> None:
         (("--dtype", "float8"), "--dtype: 'float8' is not one of auto, float32, bfloat16, float16"),
     ],
 )
-def test_unknown_choices_are_refused(arguments: tuple[str, ...], message: str, documents: list[Path]) -> None:
-    ended = run_bench("perplexity", str(documents[0]), *arguments)
+def test_unknown_choices_are_refused(
+    arguments: tuple[str, ...], message: str, documents: list[Path], in_process: Tailrace
+) -> None:
+    ended = in_process("bench", "perplexity", str(documents[0]), *arguments)
     assert (ended.returncode, ended.stderr) == (2, f"tailrace: {message}\n")
 
 
-def test_deterministic_engine_has_no_perplexity(documents: list[Path]) -> None:
-    ended = run_bench("perplexity", str(documents[0]), TAILRACE_ENGINE="deterministic")
+def test_deterministic_engine_has_no_perplexity(documents: list[Path], in_process: Tailrace) -> None:
+    ended = in_process("bench", "perplexity", str(documents[0]), TAILRACE_ENGINE="deterministic")
     assert ended.returncode == 2
     assert ended.stderr == "tailrace: bench perplexity needs a model; TAILRACE_ENGINE is deterministic\n"

@@ -10,7 +10,7 @@ import pytest
 
 from service.cli.generate import make_job
 from service.errors import SettingsError
-from tests.service.cli.conftest import ROOT, clean_env, command
+from tests.service.cli.conftest import ROOT, Tailrace, clean_env, command
 
 LENGTHS = (8, 2, 2, 2, 6, 4, 4, 4)
 
@@ -27,31 +27,31 @@ def _run(*arguments: str, **env: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def _lab(*arguments: str) -> dict[str, dict[str, object]]:
-    return dict(json.loads(_run("lab", *arguments, "--json").stdout)["policies"])
+def _lab(in_process: Tailrace, *arguments: str) -> dict[str, dict[str, object]]:
+    return dict(json.loads(in_process("lab", *arguments, "--json").stdout)["policies"])
 
 
-def test_lab_reproduces_the_worked_example() -> None:
-    policies = _lab("--example", "varied")
+def test_lab_reproduces_the_worked_example(in_process: Tailrace) -> None:
+    policies = _lab(in_process, "--example", "varied")
     assert (policies["static"]["iterations"], policies["static"]["slot_use"]) == (14, 0.571)
     assert (policies["continuous"]["iterations"], policies["continuous"]["slot_use"]) == (10, 0.8)
 
 
-def test_lab_equal_lengths_are_a_tie() -> None:
-    policies = _lab("--example", "even")
+def test_lab_equal_lengths_are_a_tie(in_process: Tailrace) -> None:
+    policies = _lab(in_process, "--example", "even")
     assert {(each["iterations"], each["slot_use"]) for each in policies.values()} == {(8, 1.0)}
 
 
-def test_lab_takes_given_lengths_and_draws_slots_as_rows() -> None:
-    assert _lab("--requests", "8,2,2", "--slots", "2")["continuous"]["iterations"] == 8
+def test_lab_takes_given_lengths_and_draws_slots_as_rows(in_process: Tailrace) -> None:
+    assert _lab(in_process, "--requests", "8,2,2", "--slots", "2")["continuous"]["iterations"] == 8
     drawn = _run("lab", "--requests", "3,1,1", "--slots", "2").stdout
     assert "slot 0  A A A\nslot 1  B C .\n" in drawn
     assert "slot 0  A A A C\nslot 1  B . . .\n" in drawn
 
 
 @pytest.mark.parametrize("requests", ["", "0", "3,x", "9999999", ",".join("1" * 300)])
-def test_lab_refuses_lengths_out_of_range(requests: str) -> None:
-    ended = _run("lab", "--requests", requests)
+def test_lab_refuses_lengths_out_of_range(requests: str, in_process: Tailrace) -> None:
+    ended = in_process("lab", "--requests", requests)
     assert ended.returncode == 2
     assert "--requests" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -65,8 +65,8 @@ def test_lab_refuses_lengths_out_of_range(requests: str) -> None:
         ("2,3,1,6", "2", "filling slots earlier does not end the last request sooner"),
     ],
 )
-def test_lab_tells_why_it_is_a_tie(requests: str, slots: str, reason: str) -> None:
-    assert f"a tie: {reason}" in _run("lab", "--requests", requests, "--slots", slots).stdout
+def test_lab_tells_why_it_is_a_tie(requests: str, slots: str, reason: str, in_process: Tailrace) -> None:
+    assert f"a tie: {reason}" in in_process("lab", "--requests", requests, "--slots", slots).stdout
 
 
 def _make(prompt: str = "x", **options: Any) -> dict[str, Any]:
@@ -116,10 +116,10 @@ def _buffered_env() -> dict[str, str]:
     return env
 
 
-def test_output_that_is_a_folder_is_one_line(tmp_path: Path) -> None:
+def test_output_that_is_a_folder_is_one_line(tmp_path: Path, in_process: Tailrace) -> None:
     (tmp_path / "a.txt").write_text("text")
     for arguments in (("submit", "-", "--wait"), ("summarize", str(tmp_path))):
-        ended = _run(*arguments, "-o", str(tmp_path))
+        ended = in_process(*arguments, "-o", str(tmp_path))
         assert ended.returncode == 2
         assert ended.stderr == f"tailrace: {tmp_path} cannot be written: Is a directory\n"
 

@@ -90,7 +90,7 @@ async def test_a_redis_that_forgot_a_job_nobody_writes_to_knows_it_again_after_a
             b"epoch": b"%d" % stream.epoch,
             b"writer": stream.attempt.writer.encode(),
             b"origin": stream.attempt.origin.encode(),
-            b"digest": stream.attempt.digest.encode(),
+            b"digest": stream.attempt.fingerprint.encode(),
             b"deployment": b"here",
             b"attempts": b"2",
             b"next_seq": b"0",

@@ -91,7 +91,16 @@ def check_family(model: PreTrainedModel, checkpoint: Checkpoint, device: torch.d
         torch.testing.assert_close(logits, wanted, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("family", ["llama3_rope", "mistral_window", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("llama3_rope", marks=pytest.mark.slow),
+        pytest.param("mistral_window", marks=pytest.mark.slow),
+        "qwen2",
+        pytest.param("qwen3", marks=pytest.mark.slow),
+        "gemma3",
+    ],
+)
 def test_interpreted_forward_equals_transformers(family: str, build: Build) -> None:
     check_family(*build(family), torch.device("cpu"))
 

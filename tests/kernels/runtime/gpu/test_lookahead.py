@@ -124,8 +124,8 @@ def undisturbed() -> dict[str, Served]:
     ("owner", "name", "call_idx"),
     [
         (SamplingResults, "wait", 2),
-        (SamplingResults, "wait", 3),
-        (GpuSampler, "start", 3),
+        pytest.param(SamplingResults, "wait", 3, marks=pytest.mark.slow),
+        pytest.param(GpuSampler, "start", 3, marks=pytest.mark.slow),
         (GpuDecoderModel, "forward", 4),
     ],
 )
