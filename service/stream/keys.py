@@ -15,7 +15,8 @@ share a cluster slot. `meta` is a hash:
     next_seq      of the log, within the epoch
     decided       the terminal record while it is on its way to Kafka
     ended         the status, once that record is durable
-    refused       present when the end was a refusal: the id is free for another record
+    accepted      present once the scheduler has queued the job: it will not be refused any more
+    refused       present when the record is being, or was, refused: the id is free for another record
 """
 
 import hashlib
@@ -80,7 +81,7 @@ redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return {'', time[1], time[2]}
 """)
 
-# KEYS meta, cancel, log; ARGV origin, digest, writer, ttl in ms, deployment.
+# KEYS meta, cancel, log; ARGV origin, digest, writer, ttl in ms, deployment, whether it is to be refused (1 or 0).
 # Reply: outcome, epoch, same digest, ended status, cancelled, attempts without progress (this one included),
 # attempts, began_ms, decided record.
 # The id belongs to the first record that has it, except when that one was refused, or has ended, or was left, in
@@ -88,7 +89,7 @@ return {'', time[1], time[2]}
 # reply) it counts once.
 OPEN = Script.of("""
 local held = redis.call('HMGET', KEYS[1], 'epoch', 'origin', 'digest', 'ended', 'refused', 'deployment', 'writer',
-  'attempts', 'attempts_without_progress', 'began_ms', 'decided')
+  'attempts', 'attempts_without_progress', 'began_ms', 'decided', 'accepted')
 for _, i in ipairs({1, 8, 9, 10}) do
   local number = tonumber(held[i] or 0)
   if not number or number ~= math.floor(number) or not (number >= 0 and number < 9007199254740991) then
@@ -106,7 +107,8 @@ if held[1] then
     redis.call('DEL', KEYS[1], KEYS[3])
     held = {}
   elseif not same_record then
-    return {'duplicate', epoch, same_digest and 1 or 0, held[4] or '', cancelled, 0, 0, 0, ''}
+    local fate = held[4] or held[12] and 'accepted' or ''
+    return {'duplicate', epoch, same_digest and 1 or 0, fate, cancelled, 0, 0, 0, ''}
   elseif held[4] then
     return {'ended', epoch, 1, held[4], cancelled, 0, 0, 0, ''}
   end
@@ -122,6 +124,9 @@ else
   redis.call('HSET', KEYS[1], 'epoch', string.format('%.0f', epoch), 'origin', ARGV[1], 'digest', ARGV[2],
     'writer', ARGV[3], 'deployment', ARGV[5], 'next_seq', 0, 'attempts', attempts,
     'attempts_without_progress', idle, 'began_ms', string.format('%.0f', began_ms))
+end
+if ARGV[6] == '1' then
+  redis.call('HSET', KEYS[1], 'refused', 1)
 end
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
 redis.call('PEXPIRE', KEYS[3], ARGV[4])
@@ -149,7 +154,7 @@ end
 """
 
 # KEYS meta, log; ARGV epoch, writer, ttl in ms, maximal log length, live channel, origin, digest, deployment,
-# attempt, decided record or empty, ended status or empty, whether that is a refusal (1 or 0), seq of the first event,
+# attempt, decided record or empty, ended status or empty, `accepted` or `refused` or empty, seq of the first event,
 # events …. Without events it keeps what is there alive.
 _APPEND = """
 local held = redis.call('HMGET', KEYS[1], 'epoch', 'writer', 'next_seq')
@@ -185,9 +190,9 @@ end
 if ARGV[11] ~= '' then
   redis.call('HSET', KEYS[1], 'ended', ARGV[11])
   redis.call('HDEL', KEYS[1], 'decided')
-  if ARGV[12] == '1' then
-    redis.call('HSET', KEYS[1], 'refused', 1)
-  end
+end
+if ARGV[12] ~= '' then
+  redis.call('HSET', KEYS[1], ARGV[12], 1)
 end
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 redis.call('PEXPIRE', KEYS[2], ARGV[3])

@@ -44,8 +44,8 @@ class Opened:
     """One per choice when OPENED: what of earlier attempts stands, to be continued."""
     stream: AttemptWriter | None = None
     """What this attempt writes with, when OPENED."""
-    ended_status: str | None = None
-    """How the holder ended; None while it has not."""
+    fate: str | None = None
+    """How the holder ended, or `accepted`: it will run. None: it may still be refused, and the id be free."""
     attempts: int = 1
     """When OPENED: how often the record was begun, this time included."""
     attempts_without_progress: int = 1
@@ -149,9 +149,18 @@ class StreamPublisher:
         self._loop.stop()
 
     async def open(
-        self, job_id: str, *, origin: str, fingerprint: str, num_choices: int, stream: bool
+        self,
+        job_id: str,
+        *,
+        origin: str,
+        fingerprint: str,
+        num_choices: int,
+        stream: bool,
+        refusal: bool = False,
     ) -> Opened:
         """Take over the job's stream, or learn why not; waits while Redis is away.
+
+        With `refusal` the record will be refused: its id stays free for another one, which may take it at any time.
 
         After OPENED no older attempt can write to the log any more. May be cancelled at any time. Raises
         JobError when a key of the job holds something that is not ours.
@@ -160,7 +169,7 @@ class StreamPublisher:
         nonce = secrets.token_hex(8)
         command = pack_command(
             "EVALSHA", OPEN.sha, 3, keys.meta, keys.cancel, keys.log,
-            origin, fingerprint, nonce, self._config.ttl_s * 1000, self.deployment,
+            origin, fingerprint, nonce, self._config.ttl_s * 1000, self.deployment, int(refusal),
         )  # fmt: skip
         try:
             outcome, epoch, same_content, ended, cancelled, *counts, decided = await self._loop.request(
@@ -179,7 +188,7 @@ class StreamPublisher:
                 held,
                 epoch,
                 bool(cancelled),
-                ended_status=ended.decode() or None,
+                fate=ended.decode() or None,
                 same_content=bool(same_content),
             )
         resumed = standing(job_id, events, num_choices)
@@ -197,6 +206,12 @@ class StreamPublisher:
             began_ms=began_ms,
             decided=decided or None,
         )
+
+    async def origin_of(self, job_id: str) -> str | None:
+        """The record that owns the id; None: no record does. Waits while Redis is away."""
+        meta = JobKeys.of(job_id, self._config.namespace).meta
+        origin: bytes | None = await self._loop.request(pack_command("HGET", meta, "origin"))
+        return None if origin is None else origin.decode(errors="replace")
 
     async def claim(self, identity: str) -> tuple[str | None, float]:
         """Take or keep the namespace for the deployment `identity`; waits while Redis is away.

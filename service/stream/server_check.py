@@ -42,12 +42,12 @@ class ServerCheck:
         keys = JobKeys.of(f"?{nonce}", self._config.namespace)  # "?" is in no job's id
 
         def open_(record: str) -> bytes:
-            arguments = (record, record, nonce + record, _PROBE_TTL_MS, "")
+            arguments = (record, record, nonce + record, _PROBE_TTL_MS, "", 1)
             return pack_command("EVALSHA", OPEN.sha, 3, keys.meta, keys.cancel, keys.log, *arguments)
 
         append = pack_command(
             "EVALSHA", self._append.sha, 2, keys.meta, keys.log,
-            1 << 52, nonce, _PROBE_TTL_MS, 16, keys.live, "a", "a", "", 1, "decided", "rejected", 1, 0, "event",
+            1 << 52, nonce, _PROBE_TTL_MS, 16, keys.live, "a", "a", "", 1, "decided", "rejected", "refused", 0, "event",
         )  # fmt: skip
         hand_back = pack_command("EVALSHA", HAND_BACK.sha, 1, keys.meta, 1 << 52, nonce)
         claim = pack_command("EVALSHA", CLAIM.sha, 1, keys.cancel, nonce, _PROBE_TTL_MS)

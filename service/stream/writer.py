@@ -59,7 +59,7 @@ class AttemptWriter:
         self._resumed_tokens = tuple(len(choice.token_ids) for choice in resumed)
         self._hashes = [hashlib.sha256(choice.text.encode()) for choice in resumed]
         self._start: Start | None = None
-        self._started = False
+        self._started = self._accepted = False
         self._unsent: dict[int, _Merged] = {}
         self._record = b""
         """The terminal record that was decided, until the end is in Redis."""
@@ -134,6 +134,12 @@ class AttemptWriter:
         self._enqueue()
         return True
 
+    def accept(self) -> None:
+        """Tell other records with this id that the job will run, and so keeps the id."""
+        if not self.closed:
+            self._accepted = True
+            self._enqueue()
+
     async def flushed(self) -> bool:
         """Wait until all that was enqueued so far is in the log. Raises DependencyError when the publisher stops
         before that."""
@@ -195,8 +201,10 @@ class AttemptWriter:
         """The script call that writes what is due: what was sent and not acknowledged, else what is new."""
         if self._num_sent == self._num_acknowledged:
             self._encode_unsent()
-        refused = b"1" if self._ending is not None and self._ending.refused else b"0"
-        arguments = [self._sent_decided, self._sent_end, refused, b"%d" % self._acknowledged_seq, *self._sent]
+        fate = b"accepted" if self._accepted else b""
+        if self._ending is not None:
+            fate = b"refused" if self._ending.refused else b""
+        arguments = [self._sent_decided, self._sent_end, fate, b"%d" % self._acknowledged_seq, *self._sent]
         return b"*%d\r\n%b%b" % (NUM_PREFIX + len(arguments), self._prefix, pack_args(arguments))
 
     def acknowledge(self, reply: AppendReply) -> None:

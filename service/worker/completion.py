@@ -112,7 +112,7 @@ class Completion:
         self._edges.metrics.duplicates.inc()
         log.info(
             "duplicate_suppressed", job_id=run.job_id, origin=run.origin, same_content=opened.same_content,
-            ended=opened.ended_status,
+            fate=opened.fate,
         )  # fmt: skip
         if not opened.same_content:
             error = JobError(
@@ -131,13 +131,15 @@ class Completion:
 
     async def _open_and_end(self, run: JobRun, job_id: str, status: Status, error: JobError) -> bool:
         """File a refusal under `job_id`. False: that id belongs to another record, or its keys to another program."""
+        publisher = self._edges.publisher
         try:
-            opened = await self._edges.publisher.open(
+            opened = await publisher.open(
                 job_id,
                 origin=run.origin,
                 fingerprint=fingerprint(run.delivery.value),
                 num_choices=1,
                 stream=True,
+                refusal=True,
             )
         except JobError:
             return False
@@ -148,9 +150,10 @@ class Completion:
             if opened.decided is not None and await self.repeat(run, opened):
                 return True
             _stream_of(run).start()
-            # Fenced or not: the id is this record's, and the attempt that holds it now files the same refusal.
-            await self.end(run, status, error)
-            return True
+            if await self.end(run, status, error):
+                return True
+            # Fenced. Another attempt at this record files the same refusal; a record that may run has taken the id.
+            return run.abandoned or await publisher.origin_of(job_id) == run.origin
         self.settle(run)
         return True
 

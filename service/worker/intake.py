@@ -1,5 +1,7 @@
 """From a delivered record to requests in the engine, or to a refusal."""
 
+import asyncio
+
 import structlog
 
 from scheduler.spec import FinishReason
@@ -17,6 +19,11 @@ from service.worker.outcome import status_of
 from service.worker.specs import RequestBuilder, rejected
 
 log = structlog.get_logger(__name__)
+
+FATE_PAUSE_S = 0.05
+MAX_FATE_PAUSE_S = 2.0
+MAX_FATE_WAIT_S = 120.0
+"""For the fate of another record with the same id: longer than a rebalance takes after a crash."""
 
 TOO_MANY_ATTEMPTS = "too_many_attempts"
 
@@ -54,13 +61,7 @@ class Intake:
         self._edges.table.decoded(run, job)
         run.targets = self._builder.targets_of(job)
         try:
-            opened = await self._edges.publisher.open(
-                job.id,
-                origin=run.origin,
-                fingerprint=fingerprint(delivery.value),
-                num_choices=job.n,
-                stream=job.stream,
-            )
+            opened = await self._open(run, job)
         except JobError as error:
             await self._completion.refuse_record(run, error)
             return
@@ -75,6 +76,30 @@ class Intake:
             return
         run.cancelled |= opened.cancelled or self._edges.table.was_cancelled(job.id)
         await self._admit(run, job, opened, opened.stream)
+
+    async def _open(self, run: JobRun, job: Job) -> Opened:
+        """Takes the job's stream. While another record with the id may still be refused, and so leave the id to this
+        one, it waits for that one's fate; for some time only, because that record may never be fetched."""
+        waited_s, pause_s = 0.0, FATE_PAUSE_S
+        while True:
+            opened = await self._edges.publisher.open(
+                job.id,
+                origin=run.origin,
+                fingerprint=fingerprint(run.delivery.value),
+                num_choices=job.n,
+                stream=job.stream,
+            )
+            undecided = (
+                opened.outcome is Outcome.DUPLICATE and not opened.same_content and opened.fate is None
+            )
+            if not undecided or waited_s >= MAX_FATE_WAIT_S or run.abandoned:
+                return opened
+            self._edges.table.park(run)
+            try:
+                await asyncio.sleep(pause_s)
+            finally:
+                self._edges.table.unpark(run)
+            waited_s, pause_s = waited_s + pause_s, min(2 * pause_s, MAX_FATE_PAUSE_S)
 
     async def _admit(self, run: JobRun, job: Job, opened: Opened, stream: AttemptWriter) -> None:
         try:
@@ -155,6 +180,8 @@ class Intake:
             if rejection is not None:
                 self._withdraw(run)
                 raise rejected(rejection, run.job_id)
+        if run.stream is not None:
+            run.stream.accept()
         self._edges.metrics.prompt_tokens.inc(len(prompt))
 
     async def _is_admitted(self, run: JobRun, num_requests: int, deadline_s: float | None) -> bool:

@@ -88,6 +88,15 @@ class JobTable:
         above = max(0.0, self._peak_choices - job.n)
         self._peak_choices = job.n + above * (1 - PEAK_DECAY)
 
+    def park(self, run: JobRun) -> None:
+        """The job waits for another one with its id: it asks nothing of the scheduler for now."""
+        self.num_in_intake -= 1
+        self._num_decoded_choices -= run.job.n if run.job is not None else 0
+
+    def unpark(self, run: JobRun) -> None:
+        self.num_in_intake += 1
+        self._num_decoded_choices += run.job.n if run.job is not None else 0
+
     def leave_intake(self, run: JobRun) -> None:
         self.num_in_intake -= 1
         if run.job is None:

@@ -5,9 +5,13 @@ from typing import Any
 import orjson
 import pytest
 
+from service.wire.fingerprint import fingerprint
 from tests.support.kafka import KafkaBroker
+from tests.support.members import eventually
+from tests.support.raw_records import RawRecord, publish_batch
 from tests.support.redis import RedisServer
-from tests.support.service import new_service, running_worker
+from tests.support.service import ServiceUnderTest, new_service, running_worker
+from tests.support.streams import running_publisher
 
 pytestmark = [pytest.mark.kafka, pytest.mark.redis]
 
@@ -58,3 +62,55 @@ async def test_an_id_that_ran_is_held_whatever_its_outcome(
     assert [result.status for result in results["late"]] == ["expired"]
     letters = await service.wait_for_dead_letters(2)
     assert {letter.origin.code for letter in letters} == {"duplicate_id"}
+
+
+async def together(service: ServiceUnderTest, first: bytes, *, partitions: tuple[int, int]) -> list[str]:
+    """The outcomes under one id of a record that is refused and a good one that follows at once."""
+    topic = service.environ["TAILRACE_JOBS_TOPIC"]
+    jobs = [RawRecord(b"mended", first), RawRecord(b"mended", orjson.dumps(GOOD))]
+    for record, partition in zip(jobs, partitions, strict=True):
+        await publish_batch(service.kafka.bootstrap, topic, partition, [record])
+    async with running_worker(service.settings(worker_id="one")) as worker:
+        assert worker.parts is not None
+        consumer = worker.parts.consumer
+        await eventually(lambda: consumer.stats().deliveries == 2, "both are fetched")
+        await eventually(lambda: consumer.stats().incomplete == 0, "both are settled")
+    return [result.status for result in (await service.read_results())["mended"]]
+
+
+@pytest.mark.parametrize("partitions", [(0, 0), (1, 0), (0, 1)])
+@pytest.mark.parametrize("why", ["unknown field", "infeasible", "broken JSON"])
+async def test_a_mended_job_runs_though_it_is_fetched_together_with_the_refused_one(
+    kafka: KafkaBroker, redis_server: RedisServer, why: str, partitions: tuple[int, int]
+) -> None:
+    """Whichever of the two opens the id first: that one's fate is not known yet."""
+    service = await new_service(kafka, redis_server, partitions=2)
+    statuses = await together(service, REFUSED[why], partitions=partitions)
+    assert statuses[-1] == "completed"
+    assert statuses.count("completed") == 1
+
+
+async def test_a_mended_job_waits_for_the_refusal_of_a_record_whose_worker_died(
+    kafka: KafkaBroker, redis_server: RedisServer
+) -> None:
+    """The dead worker had opened the id, and not refused the record yet."""
+    service = await new_service(kafka, redis_server, partitions=1)
+    topic, bad = service.environ["TAILRACE_JOBS_TOPIC"], REFUSED["infeasible"]
+    async with running_worker(service.settings()) as worker:
+        assert worker.parts is not None
+        claim = worker.parts.claim
+        await eventually(lambda: claim.held, "the namespace is claimed")
+        deployment = worker.parts.publisher.deployment
+    async with running_publisher(redis_server.url) as publisher:
+        publisher.deployment = deployment
+        await publisher.open(
+            "mended", origin=f"{topic}/0/1@-1", fingerprint=fingerprint(bad), num_choices=1, stream=True
+        )
+    records = [RawRecord(b"mended", orjson.dumps(GOOD)), RawRecord(b"mended", bad)]
+    await publish_batch(service.kafka.bootstrap, topic, 0, records)
+    async with running_worker(service.settings()) as worker:
+        assert worker.parts is not None
+        consumer = worker.parts.consumer
+        await eventually(lambda: consumer.stats().deliveries == 2, "both are fetched")
+        await eventually(lambda: consumer.stats().incomplete == 0, "both are settled")
+    assert [result.status for result in (await service.read_results())["mended"]] == ["rejected", "completed"]

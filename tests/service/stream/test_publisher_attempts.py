@@ -121,9 +121,9 @@ async def test_an_ended_job_is_suppressed_and_another_record_with_its_id_is_a_du
     async with running_publisher(redis_server.url) as publisher:
         stream = await open_stream(publisher, JOB)
         other = await open_job(publisher, JOB, origin="jobs/0/8")
-        assert (other.outcome, other.ended_status, other.same_content) == (Outcome.DUPLICATE, None, True)
+        assert (other.outcome, other.fate, other.same_content) == (Outcome.DUPLICATE, None, True)
         changed = await open_job(publisher, JOB, digest="cd" * 32)
         assert (changed.outcome, changed.same_content) == (Outcome.DUPLICATE, False)
         assert await stream.end(COMPLETED), "the duplicates changed nothing"
         again = await open_job(publisher, JOB)
-        assert (again.outcome, again.epoch, again.ended_status) == (Outcome.ENDED, stream.epoch, "completed")
+        assert (again.outcome, again.epoch, again.fate) == (Outcome.ENDED, stream.epoch, "completed")

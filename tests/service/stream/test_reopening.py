@@ -49,7 +49,7 @@ async def test_an_id_refused_before_is_free_for_another_record_and_nothing_of_th
         assert await refused.decide(b"rejected")
         assert await refused.end(REFUSED)
         again = await open_job(publisher, JOB)
-        assert (again.outcome, again.epoch, again.ended_status) == (Outcome.ENDED, refused.epoch, "rejected")
+        assert (again.outcome, again.epoch, again.fate) == (Outcome.ENDED, refused.epoch, "rejected")
         opened = await open_job(publisher, JOB, **OTHER)
         assert opened_anew(opened, refused.epoch)
         assert await log_events(redis, JOB) == []

@@ -47,6 +47,9 @@ class FakeStream:
         self.log.append(("delta", (index, text, tuple(token_ids))))
         return not self.fenced
 
+    def accept(self) -> None:
+        pass
+
     async def flushed(self) -> bool:
         await self.held.wait()
         return not self.fenced
