@@ -34,13 +34,14 @@ MARKER_OF_FIXTURE = {
 MARKER_OF_PLACE = {
     "tests/kernels/families": "model",
     "tests/kernels/test_determinism.py": "model",
-    "tests/kernels/gpu/test_decoder.py": "model",
-    "tests/kernels/gpu/test_lookahead.py": "model",
+    "tests/kernels/gpu": "interpreter",
+    "tests/kernels/test_determinism_gpu.py": "interpreter",
     "tests/kernels/tools/test_baseline.py": "model",
     "tests/kernels/ops/test_product.py": "process",
     "tests/kernels/models/cpu/test_precompile.py": "process",
     "tests/service/cli": "process",
     "tests/service/embedded": "process",
+    "tests/service/grammar/test_gate.py": "process",
 }
 
 

@@ -32,7 +32,7 @@ ENGINES = {
     [
         "deterministic",
         "deterministic-ahead",
-        pytest.param("smollm2", marks=[pytest.mark.model, pytest.mark.timeout(600)]),
+        pytest.param("smollm2", marks=[pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]),
     ],
 )
 async def test_kill_nine_one_of_two_workers_in_the_middle_of_sixty_jobs(

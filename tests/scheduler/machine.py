@@ -236,4 +236,4 @@ class LookaheadMachine(SchedulerMachine):
     """The same with the next step planned while one is in flight."""
 
     num_lookahead_steps = 1
-    quick = settings(QUICK, max_examples=150)
+    quick = settings(QUICK, max_examples=80)

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from scheduler.admission import BlockNeed
@@ -152,7 +151,7 @@ MACHINES = [ForkMachine, LookaheadForkMachine, RaisingForkMachine, LookaheadRais
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_any_sequence_of_events_keeps_books_slots_and_outputs_right(machine: type[ForkMachine]) -> None:
-    run_until_seen(machine, settings(QUICK, max_examples=100), {"preemptions", "errors", "forks", "copies"})
+    run_until_seen(machine, QUICK, {"preemptions", "errors", "forks", "copies"})
 
 
 def never_copies(monkeypatch: pytest.MonkeyPatch) -> None:

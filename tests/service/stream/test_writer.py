@@ -61,7 +61,9 @@ def sent(command: bytes) -> Sent:
     assert words[5:7] + words[10:14] == [b"1", b"w", b"jobs/0/1", DIGEST.encode(), b"deployment", b"3"]
     decided, ended, fate, first, *events = words[14:]
     assert fate in (b"", b"accepted", b"refused")
-    return Sent(int(first), [parse_event(word) for word in events], decided, ended.decode(), fate == b"refused")
+    return Sent(
+        int(first), [parse_event(word) for word in events], decided, ended.decode(), fate == b"refused"
+    )
 
 
 def _words(command: bytes) -> list[bytes]:
