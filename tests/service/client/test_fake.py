@@ -8,7 +8,7 @@ from contextlib import aclosing
 import orjson
 import pytest
 
-from service.cli.local import local_service
+from service.cli.serve import local_service
 from service.client import Client, JobClient, Seen
 from service.client.testing import FakeClient
 from service.errors import JobError
