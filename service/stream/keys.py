@@ -155,7 +155,8 @@ end
 
 # KEYS meta, log; ARGV epoch, writer, ttl in ms, maximal log length, live channel, origin, digest, deployment,
 # attempt, decided record or empty, ended status or empty, `accepted` or `refused` or empty, seq of the first event,
-# events …. Without events it keeps what is there alive.
+# events …. Without events it keeps what is there alive. What was done before a command is refused stays done, so
+# each event is counted as soon as it is in the log: sent again, it is not written twice.
 _APPEND = """
 local held = redis.call('HMGET', KEYS[1], 'epoch', 'writer', 'next_seq')
 %(fence)s
@@ -172,12 +173,20 @@ elseif next_seq < first then
   reply = 2
 end
 local stop = first + #ARGV - 13
+local failure = nil
 if next_seq < stop then
   for i = 14 + next_seq - first, #ARGV do
-    redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[4], '*', 'event', ARGV[i])
-    redis.call('PUBLISH', ARGV[5], ARGV[i])
+    local added = redis.pcall('XADD', KEYS[2], 'MAXLEN', '~', ARGV[4], '*', 'event', ARGV[i])
+    if type(added) == 'table' then
+      redis.call('HSET', KEYS[1], 'next_seq', next_seq)
+      return added
+    end
+    next_seq = next_seq + 1
+    local told = redis.pcall('PUBLISH', ARGV[5], ARGV[i])
+    if type(told) == 'table' then
+      failure = told
+    end
   end
-  next_seq = stop
 end
 if stop > 1 then
   redis.call('HSET', KEYS[1], 'next_seq', next_seq, 'attempts_without_progress', 0)
@@ -196,7 +205,7 @@ if ARGV[12] ~= '' then
 end
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
-return reply
+return failure or reply
 """
 
 

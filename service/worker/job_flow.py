@@ -84,8 +84,8 @@ class JobFlow:
     def on_fenced(self, job_id: str, epoch: int) -> None:
         """A newer attempt has the stream. The record stays incomplete: the owner of the partition settles it."""
         self._edges.metrics.fenced.inc()
-        run = self._edges.table.job(job_id)
-        if run is None or run.epoch != epoch:
+        run = self._edges.table.attempt(job_id, epoch)
+        if run is None:
             return
         log.warning("job_superseded", job_id=job_id, epoch=epoch)
         self._stop_requests(run)
@@ -182,7 +182,7 @@ class JobFlow:
             self._engine.finish(choice.request_id, FinishReason.CANCELLED)
 
     def _retry(self, run: JobRun) -> None:
-        if run.abandoned or self._edges.table.job(run.job_id) is not run:
+        if run.abandoned or not self._edges.table.holds(run):
             return
         self._edges.table.remove(run)
         run.abandoned = True

@@ -121,6 +121,15 @@ class JobTable:
     def job(self, job_id: str) -> JobRun | None:
         return self._by_job_id.get(job_id)
 
+    def attempt(self, job_id: str, epoch: int) -> JobRun | None:
+        """The run that writes, or wrote, the job's stream in this epoch. Not the one that `job` finds once another
+        record with the id is here as well."""
+        return next((run for run in self if run.job_id == job_id and run.epoch == epoch), None)
+
+    def holds(self, run: JobRun) -> bool:
+        """Whether the record of this run still has to be settled by it."""
+        return self._by_record.get(run.record) is run
+
     def remove(self, run: JobRun) -> None:
         """Forget the job; later updates of its requests are ignored."""
         if self._by_record.get(run.record) is run:

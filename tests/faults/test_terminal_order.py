@@ -11,6 +11,7 @@ import pytest
 from service.stream.control import request_cancel
 from service.wire import Result
 from tests.support.kafka import KafkaBroker
+from tests.support.members import eventually
 from tests.support.processes import reap
 from tests.support.proxy import Direction, Proxy, running_proxy
 from tests.support.redis import RedisServer
@@ -156,3 +157,27 @@ async def test_control_without_the_decided_record_a_cancellation_changes_the_out
         client.hdel("tailrace:{stopped}:meta", "decided")
     before, after = await taken_over(service, "stopped")
     assert (before.status, after.status) == ("cancelled", "completed")
+
+
+@pytest.mark.parametrize("forgotten", ["the job", "everything"])
+async def test_a_record_superseded_by_a_retry_after_redis_forgot_the_job_keeps_no_offset_open(
+    kafka: KafkaBroker, redis_server: RedisServer, forgotten: str
+) -> None:
+    service = await new_service(kafka, redis_server, partitions=1)
+    job = {"id": "J", "prompt": "x", "max_tokens": 150}
+    async with running_worker(service.settings(deterministic_step_ms="10")) as worker:
+        await service.publish([job])
+        await service.wait_for_tokens("J", 5)
+        with contextlib.closing(redis_server.client()) as client:
+            if forgotten == "everything":
+                client.flushdb()
+            else:
+                client.delete("tailrace:{J}:meta")
+        await service.publish([job])
+        await service.wait_for_results(["J"])
+        assert worker.parts is not None
+        consumer = worker.parts.consumer
+        await eventually(lambda: consumer.stats().incomplete == 0, "both records are settled", limit_s=30)
+    results = (await service.read_results())["J"]
+    assert {result.choices[0].text for result in results} == {results[0].choices[0].text}
+    assert {result.status for result in results} == {"completed"}

@@ -9,18 +9,27 @@ from dataclasses import replace
 
 import pytest
 import redis
+from redis.asyncio import Redis
 
 from service.stream.control import CancelListener, request_cancel
 from service.stream.keys import APPEND, CLAIM, HAND_BACK, OPEN
 from service.stream.publisher import Outcome
 from tests.service.stream.one_job import JOB
 from tests.support.redis import RedisServer
-from tests.support.streams import FAST, eventually, open_job, running_publisher
+from tests.support.streams import (
+    COMPLETED,
+    FAST,
+    eventually,
+    log_events,
+    open_job,
+    open_stream,
+    running_publisher,
+)
 
 pytestmark = pytest.mark.redis
 
 USER, PASSWORD = "tailrace-test", "s3cret"
-CALL = re.compile(rb"redis\.call\('([A-Z]+)'")
+CALL = re.compile(rb"redis\.p?call\('([A-Z]+)'")
 OF_SCRIPTS = sorted(
     {
         name.decode().lower()
@@ -123,3 +132,27 @@ async def test_a_listener_that_may_not_subscribe_says_so_and_hears_once_it_may(
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_hazard_an_event_whose_publication_is_refused_stands_once_in_the_log(
+    redis_server: RedisServer,
+) -> None:
+    """A script that is refused half way keeps what it has done."""
+    url = redis_server.url.replace("://", "://half:secret@")
+    async with Redis.from_url(redis_server.url) as admin:
+        await admin.execute_command("ACL", "SETUSER", "half", "reset", "on", ">secret", "~*", "&*", "+@all")
+        try:
+            async with running_publisher(url) as publisher:
+                stream = await open_stream(publisher, JOB)
+                stream.delta(0, "a", (1,))
+                assert await stream.flushed()
+                await admin.execute_command("ACL", "SETUSER", "half", "resetchannels")
+                stream.delta(0, "b", (2,))
+                await eventually(lambda: publisher.problem is not None, "the refusal is seen")
+                await admin.execute_command("ACL", "SETUSER", "half", "&*")
+                assert await stream.flushed()
+                assert await stream.end(COMPLETED)
+            events = await log_events(admin, JOB)
+        finally:
+            await admin.execute_command("ACL", "DELUSER", "half")
+    assert [event.seq for event in events] == [0, 1, 2, 3]

@@ -90,6 +90,7 @@ class FakePublisher:
         from service.stream.assemble import ResumedChoice
 
         stream = FakeStream(job_id, self.log, number=fields.get("attempts", 1))
+        stream.epoch = len(self.streams) + 1
         self.streams.append(stream)
         fields = {"resumed": (ResumedChoice(),), "began_ms": 1} | fields
         return Opened(Outcome.OPENED, stream.epoch, False, stream=cast("AttemptWriter", stream), **fields)

@@ -10,6 +10,7 @@ import pytest
 from scheduler.spec import FinishReason, RequestUpdate
 from service.errors import DependencyError, InternalError, JobError
 from service.stream.assemble import ResumedChoice
+from service.stream.publisher import Opened, Outcome
 from service.wire import parse_result
 from tests.service.worker.fakes import FakeWorker
 from tests.support.streams import eventually
@@ -160,3 +161,19 @@ async def test_a_result_that_its_topic_does_not_take_becomes_one_that_says_so(wo
     assert worker.names() == ["start", "delta", "decide", "decide", "results", "end", "complete"]
     result = parse_result(dict(worker.log)["results"])
     assert (result.status, result.choices) == ("failed", ())
+
+
+async def test_a_superseded_record_is_settled_though_another_record_has_its_id_here(
+    worker: FakeWorker,
+) -> None:
+    """Redis forgot the job, and a producer's retry took its id: the first record is then a duplicate."""
+    await running(worker)
+    first = worker.publisher.streams[0]
+    worker.deliver(job(), offset=1)
+    await eventually(lambda: len(worker.publisher.streams) == 2, "the second record has the stream")
+    worker.publisher.outcomes = [Opened(Outcome.DUPLICATE, 2, False, fate="completed")]
+    first.fenced = True
+    worker.flow.on_fenced("job", first.epoch)
+    await eventually(
+        lambda: 0 in [delivery.offset for delivery in worker.completed], "the first record is settled"
+    )
