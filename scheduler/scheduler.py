@@ -42,7 +42,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs."""
+        """Whether a request waits or runs: `schedule` will plan it, now or after a result in flight, or end it."""
         return bool(self._state.requests)
 
     @property
@@ -75,7 +75,7 @@ class Scheduler:
         """Plan the next step; None: nothing can run, at least not before the next result."""
         num_in_flight, limit = len(self._in_flight), self.config.num_lookahead_steps
         assert num_in_flight <= limit, (
-            f"schedule() before update(): {num_in_flight} plans are in flight, the limit is {limit}"
+            f"schedule() before update(): {num_in_flight} plans are in flight, at most {limit} may be"
         )
         self._now_s = now_s
         state = self._state

@@ -145,6 +145,8 @@ class Driver:
         self.num_wasted = 0
         """Rows whose request had ended when they came back."""
         self.updates: list[RequestUpdate] = []
+        self._outputs: defaultdict[str, list[int]] = defaultdict(list)
+        self._ends: defaultdict[str, list[RequestUpdate]] = defaultdict(list)
 
     def add(self, *specs: RequestSpec) -> None:
         for spec in specs:
@@ -210,28 +212,31 @@ class Driver:
         raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.stats()}")
 
     def collect(self) -> None:
-        self.updates += self.scheduler.take_updates()
+        for update in self.scheduler.take_updates():
+            self.updates.append(update)
+            self._outputs[update.request_id] += update.new_token_ids
+            if update.finish is not None:
+                self._ends[update.request_id].append(update)
+
+    def forget_updates(self) -> None:
+        """Before ids are used again."""
+        self.updates.clear()
+        self._outputs.clear()
+        self._ends.clear()
 
     def output(self, request_id: str) -> tuple[int, ...]:
-        return tuple(
-            token_id
-            for update in self.updates
-            if update.request_id == request_id
-            for token_id in update.new_token_ids
-        )
+        return tuple(self._outputs[request_id])
 
     def end(self, request_id: str) -> RequestUpdate:
         """The one update that ends it."""
-        [end] = [
-            update for update in self.updates if update.request_id == request_id and update.finish is not None
-        ]
+        [end] = self._ends[request_id]
         return end
 
     def finish_of(self, request_id: str) -> FinishReason | None:
         return self.end(request_id).finish
 
     def has_ended(self, request_id: str) -> bool:
-        return any(update.request_id == request_id and update.finish for update in self.updates)
+        return bool(self._ends[request_id])
 
     def is_empty(self) -> bool:
         stats = self.scheduler.stats()

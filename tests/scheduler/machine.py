@@ -18,11 +18,11 @@ from hypothesis.stateful import (
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.plan import SamplingParams, StepPlan
 from scheduler.spec import FinishReason, RequestSpec, ServiceClass
-from tests.scheduler.driving import STOP, Driver, ready_model, undisturbed_output
+from tests.scheduler.driving import STOP, Driver, make_spec, ready_model, undisturbed_output
 
 QUICK = settings(
-    max_examples=60,
-    stateful_step_count=40,
+    max_examples=80,
+    stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,
@@ -74,8 +74,15 @@ configs = st.builds(
 )
 
 
+first_sizes = st.lists(st.tuples(st.integers(1, 6), st.integers(6, 18)), min_size=2, max_size=4)
+"""(prompt tokens, max_tokens) of the requests that every sequence begins with."""
+
+
 class SchedulerMachine(RuleBasedStateMachine):
-    """Prompts repeat few patterns, so that prefixes meet; pools are small, so that requests are preempted."""
+    """Prompts repeat few patterns, so that prefixes meet; pools are small, so that requests are preempted.
+
+    Every sequence begins with requests that soon outgrow the pool, so that one round meets every case many times.
+    """
 
     num_lookahead_steps: ClassVar[int] = 0
     quick: ClassVar[settings] = QUICK
@@ -88,10 +95,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.failed: set[str] = set()
         self.reported = 0
 
-    @initialize(config=configs, is_measured=st.booleans())
-    def start(self, config: SchedulerConfig, is_measured: bool) -> None:
+    @initialize(config=configs, is_measured=st.booleans(), sizes=first_sizes)
+    def start(self, config: SchedulerConfig, is_measured: bool, sizes: list[tuple[int, int]]) -> None:
         config = replace(config, num_lookahead_steps=self.num_lookahead_steps)
         self.driver = Driver(config, ready_model() if is_measured else None)
+        for num_prompt, max_tokens in sizes:
+            self.add_spec(make_spec("", (0,) * num_prompt, max_tokens), stop_after=0)
 
     @rule(
         stem=st.integers(0, 2),
@@ -121,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         now_s = self.driver.now_s
         prompt = tuple((i // (stem + 1)) % 2 for i in range(num_prompt))
         spec = RequestSpec(
-            request_id=f"r{len(self.specs)}",
+            request_id="",
             prompt_token_ids=prompt,
             max_tokens=max_tokens,
             sampling=SamplingParams(seed=0, repetition_penalty=1.0 + stem, num_logprobs=num_logprobs),
@@ -133,7 +142,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             deadline_s=None if deadline_after_s is None else now_s + deadline_after_s,
             tenant=tenant,
         )
-        if self.driver.scheduler.add(spec, now_s) is None:
+        self.add_spec(spec, stop_after)
+
+    def add_spec(self, spec: RequestSpec, stop_after: int) -> None:
+        """Add a request under the next free id; it samples STOP as token number `stop_after`, 0: never."""
+        spec = replace(spec, request_id=f"r{len(self.specs)}")
+        if self.driver.scheduler.add(spec, self.driver.now_s) is None:
             self.specs[spec.request_id] = spec
             self.driver.model.stop_after[spec.request_id] = stop_after
         self.driver.collect()
@@ -158,7 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def update(self, data: st.DataObject) -> None:
         plan = self.driver.in_flight[0]
         ids = [row.request_id for row in plan.rows]
-        failing = {data.draw(st.sampled_from(ids))} if data.draw(st.integers(0, 3)) == 3 else set()
+        failing = {data.draw(st.sampled_from(ids))} if data.draw(st.booleans()) else set()
         self.failed |= failing
         self.driver.complete(plan, failing)
 
@@ -236,4 +250,4 @@ class LookaheadMachine(SchedulerMachine):
     """The same with the next step planned while one is in flight."""
 
     num_lookahead_steps = 1
-    quick = settings(QUICK, max_examples=80)
+    quick = settings(QUICK, max_examples=100)

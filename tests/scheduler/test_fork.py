@@ -233,7 +233,7 @@ def test_a_group_s_name_may_come_again_with_another_prompt() -> None:
     for i in range(2):
         driver.scheduler.finish(f"c{i}", CANCELLED, driver.now_s)
     driver.collect()
-    driver.updates.clear()
+    driver.forget_updates()
     driver.add(*choices(2, range(7)))
     driver.run()
     assert driver.output("c1") == undisturbed_output(range(7), 6)

@@ -15,8 +15,8 @@ from scheduler.plan import RowResult, SamplingParams, ScheduledRow
 from scheduler.request import Request, RequestStatus
 from scheduler.spec import RequestSpec, ServiceClass
 from scheduler.state import State
-from tests.scheduler.driving import STOP, PagedModel, RaisingModel, undisturbed_output
-from tests.scheduler.machine import CONTROL, QUICK, SchedulerMachine, configs, run_until_seen
+from tests.scheduler.driving import STOP, PagedModel, RaisingModel, make_spec, undisturbed_output
+from tests.scheduler.machine import CONTROL, QUICK, SchedulerMachine, configs, first_sizes, run_until_seen
 
 BROKEN = -1
 """What the slots of a failed row hold."""
@@ -34,10 +34,20 @@ class ModelWithNan(PagedModel):
 class ForkMachine(SchedulerMachine):
     model: ClassVar[type[PagedModel]] = ModelWithNan
 
-    @initialize(config=configs, is_measured=st.booleans())
-    def start(self, config: SchedulerConfig, is_measured: bool) -> None:
-        super().start(config, is_measured)
-        self.driver.model = self.model(self.driver.config)
+    @initialize(
+        config=configs, is_measured=st.booleans(), sizes=first_sizes, num_shared=st.sampled_from([3, 5, 7])
+    )
+    def start(
+        self, config: SchedulerConfig, is_measured: bool, sizes: list[tuple[int, int]], num_shared: int = 3
+    ) -> None:
+        """Begin with two choices whose prompt ends inside a block, so that every sequence can fork and copy."""
+        super().start(config, is_measured, sizes)
+        model, self.driver.model = self.driver.model, self.model(self.driver.config)
+        self.driver.model.stop_after = model.stop_after
+        stops = frozenset((STOP,))
+        spec = make_spec("", (1,) * num_shared, 6, stop_token_ids=stops, fork_group="first")
+        for _ in range(2):
+            self.add_spec(spec, stop_after=0)
 
     @rule(
         count=st.integers(2, 6),
@@ -96,11 +106,7 @@ class ForkMachine(SchedulerMachine):
         self.driver.complete(self.driver.in_flight[0], {failing})
 
     def add_member(self, spec: RequestSpec) -> None:
-        spec = replace(spec, request_id=f"r{len(self.specs)}")
-        if self.driver.scheduler.add(spec, self.driver.now_s) is None:
-            self.driver.model.stop_after[spec.request_id] = 3 + len(self.specs) % 9
-            self.specs[spec.request_id] = spec
-        self.driver.collect()
+        self.add_spec(spec, stop_after=3 + len(self.specs) % 9)
 
     @invariant()
     def a_shared_prompt_counts_once(self) -> None:

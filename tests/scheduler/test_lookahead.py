@@ -87,7 +87,7 @@ def test_at_most_two_steps_are_out() -> None:
     driver = ahead()
     driver.add(make_spec("a", 4, 8))
     driver.plan_ahead()
-    with pytest.raises(AssertionError, match=r"before update\(\): 2 plans are in flight, the limit is 1"):
+    with pytest.raises(AssertionError, match=r"before update\(\): 2 plans are in flight, at most 1 may be"):
         driver.scheduler.schedule(0.0)
 
 
