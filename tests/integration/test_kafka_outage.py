@@ -242,7 +242,7 @@ async def test_an_optional_record_that_its_topic_refuses_costs_its_neighbours_no
     await producer.stop()
 
 
-async def test_a_record_nobody_wants_any_more_is_withdrawn_while_the_broker_is_away(
+async def test_a_record_that_is_not_wanted_any_more_is_withdrawn_while_the_broker_is_away(
     outage: KafkaBroker,
 ) -> None:
     kafka = outage

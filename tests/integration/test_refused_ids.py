@@ -1,4 +1,4 @@
-"""A refusal does not hold its id: whoever mends a job may send it again under the same one."""
+"""A refusal does not hold its id: a mended job may be sent again under the same one."""
 
 from typing import Any
 

@@ -170,7 +170,7 @@ class Driver:
             pass
 
     def check_in_flight(self) -> None:
-        """Whatever has happened since they were planned, nobody else has got what the steps in flight write."""
+        """Whatever has happened since they were planned, no other request has what the steps in flight write."""
         writers: dict[int, tuple[str, int]] = {}
         for plan in self.in_flight:
             for row in plan.rows:

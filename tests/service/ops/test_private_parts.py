@@ -14,7 +14,7 @@ RECORD = (ROOT / "ops/decisions/0013-private-parts-of-libraries.md").read_text()
 ROWS = re.findall(r"^\| `([\w/]+\.py)` \|.*\| `([\w/]+\.py)::(\w+)` \|$", RECORD, re.MULTILINE)
 OURS = ("service", "scheduler", "kernels")
 PUBLIC_WITH_UNDERSCORE = frozenset({"_replace", "_exit", "_asdict", "_name_"})
-"""Of namedtuples, `os` and enums, which document them."""
+"""Documented by namedtuples, `os` and enums."""
 
 
 def private_names(tree: ast.Module) -> Iterator[str]:
