@@ -52,6 +52,23 @@ async def killed_before(service: ServiceUnderTest, marker: bytes, jobs: list[dic
             reap(first)
 
 
+async def killed_while_cancelling(service: ServiceUnderTest, *, max_tokens: int) -> None:
+    """A worker is killed between the result and the end of a job that was cancelled; the request is forgotten."""
+    async with stopped_before(service.redis_server, END) as (proxy, reached):
+        first = service.spawn(worker_id="first", redis_url=proxy.url, deterministic_step_ms="5")
+        try:
+            await service.publish([{"id": "stopped", "prompt": "x", "max_tokens": max_tokens}])
+            await service.wait_for_tokens("stopped", 5)
+            await ask_to_cancel(service, "stopped")
+            async with asyncio.timeout(30):
+                await reached.wait()
+        finally:
+            first.kill()
+            reap(first)
+    with contextlib.closing(service.redis_server.client()) as client:
+        client.delete("tailrace:{stopped}:cancel")
+
+
 async def ask_to_cancel(service: ServiceUnderTest, job_id: str) -> None:
     from redis.asyncio import Redis
 
@@ -86,20 +103,7 @@ async def test_cancelled_stays_cancelled_when_the_request_is_forgotten_after_a_c
     kafka: KafkaBroker, redis_server: RedisServer
 ) -> None:
     service = await new_service(kafka, redis_server, partitions=1)
-    jobs = [{"id": "stopped", "prompt": "x", "max_tokens": 2000}]
-    async with stopped_before(redis_server, END) as (proxy, reached):
-        first = service.spawn(worker_id="first", redis_url=proxy.url, deterministic_step_ms="5")
-        try:
-            await service.publish(jobs)
-            await service.wait_for_tokens("stopped", 5)
-            await ask_to_cancel(service, "stopped")
-            async with asyncio.timeout(30):
-                await reached.wait()
-        finally:
-            first.kill()
-            reap(first)
-    with contextlib.closing(redis_server.client()) as client:
-        client.delete("tailrace:{stopped}:cancel")
+    await killed_while_cancelling(service, max_tokens=2000)
     before, after = await taken_over(service, "stopped")
     assert before.status == "cancelled"
     assert after == before
@@ -141,19 +145,8 @@ async def test_control_without_the_decided_record_a_cancellation_changes_the_out
 ) -> None:
     """The job is unfinished when it is cancelled, and its cancellation is forgotten: only the record tells."""
     service = await new_service(kafka, redis_server, partitions=1)
-    async with stopped_before(redis_server, END) as (proxy, reached):
-        first = service.spawn(worker_id="first", redis_url=proxy.url, deterministic_step_ms="5")
-        try:
-            await service.publish([{"id": "stopped", "prompt": "x", "max_tokens": 400}])
-            await service.wait_for_tokens("stopped", 5)
-            await ask_to_cancel(service, "stopped")
-            async with asyncio.timeout(30):
-                await reached.wait()
-        finally:
-            first.kill()
-            reap(first)
+    await killed_while_cancelling(service, max_tokens=400)
     with contextlib.closing(redis_server.client()) as client:
-        client.delete("tailrace:{stopped}:cancel")
         client.hdel("tailrace:{stopped}:meta", "decided")
     before, after = await taken_over(service, "stopped")
     assert (before.status, after.status) == ("cancelled", "completed")

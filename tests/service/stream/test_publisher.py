@@ -79,7 +79,7 @@ async def test_a_foreign_key_costs_one_job_its_stream_and_its_neighbours_nothing
         await redis.set(JobKeys.of("bad-log").log, "not a stream")
         for stream in (bad, good):
             stream.start()
-        assert await bad.flushed(), "nobody waits for what can never be written"
+        assert await bad.flushed(), "what can never be written is not waited for"
         assert await good.flushed()
         # Its job goes on and ends, though nobody can follow it.
         bad.delta(0, "x", (1,))
@@ -125,7 +125,7 @@ async def test_hazard_a_log_that_takes_no_more_entries_costs_one_job_its_stream(
         stream = await open_stream(publisher, JOB)
         await redis.xadd(JobKeys.of(JOB).log, {"foreign": "x"}, id=f"{2**64 - 1}-{2**64 - 1}")
         stream.start()
-        assert await asyncio.wait_for(stream.flushed(), 5), "nobody waits for what can never be written"
+        assert await asyncio.wait_for(stream.flushed(), 5), "what can never be written is not waited for"
         assert publisher.num_failures == 0
 
 

@@ -113,7 +113,7 @@ async def test_a_job_that_redis_forgot_and_a_worker_has_is_waited_for(redis_serv
         assert followed.gaps == []
 
 
-async def test_a_job_nobody_has_begun_is_never_called_unknown(redis_server: RedisServer) -> None:
+async def test_a_job_that_no_worker_has_begun_is_never_called_unknown(redis_server: RedisServer) -> None:
     async with (
         running_publisher(redis_server.url) as publisher,
         watched_reader(redis_server) as (followed, asked),

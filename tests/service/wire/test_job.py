@@ -11,7 +11,7 @@ from service.errors import JobError
 from service.wire import Job, parse_job
 
 STAMP_MS = 1_900_000_000_000
-"""Of every record here."""
+"""Timestamp of every record here."""
 
 
 def job(**fields: Any) -> Job:
