@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kernels.grammar import GrammarError, Grammars, GrammarSlots
 from kernels.runner import FinishedStep
-from kernels.runtime.last_tokens import LastTokens
+from kernels.runtime.running_step import LastTokens
 from kernels.sampling.rules import NO_LOGIT
 from scheduler.plan import RowResult, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 

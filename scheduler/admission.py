@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scheduler.blocks import BlockPool
+from scheduler.blocks import BlockPool, num_blocks_for
 from scheduler.config import SchedulerConfig
 from scheduler.goodput import DecodeGate, predicted_ttft_s
 from scheduler.policy import choose_victims, headroom_blocks
@@ -93,10 +93,6 @@ def block_need(
         lender=lender,
         copied=lender.block_table[num_full] if num_copied else None,
     )
-
-
-def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size)
 
 
 def growth_blocks(request: Request, block_size: int) -> int:

@@ -6,12 +6,11 @@ from scheduler.admission import NO_NEED, AdmissionView, BlockNeed, block_need, i
 from scheduler.config import InfeasiblePolicy
 from scheduler.goodput import ChunkBudget
 from scheduler.policy import POLICY_RULES
-from scheduler.request import Request, RequestStatus
+from scheduler.request import Grant, Request, RequestStatus
 from scheduler.spec import NUM_CLASSES, FinishReason
 from scheduler.state import State
 from scheduler.stats import BlockedBy, BlockedHead
 from scheduler.step_time import StepCosts
-from scheduler.steps import Grant
 
 
 class _Blocked(NamedTuple):

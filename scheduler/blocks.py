@@ -6,6 +6,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)
+
+
 def tenant_salt(tenant: str) -> bytes:
     """Return the start of the tenant's hash chains, so that tenants never share cached blocks."""
     return hashlib.blake2b(tenant.encode(), digest_size=32, person=b"tailrace-tenant").digest()

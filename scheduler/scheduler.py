@@ -10,12 +10,11 @@ from scheduler.config import SchedulerConfig
 from scheduler.goodput import ChunkBudget
 from scheduler.plan import RowResult, ScheduledRow, StepPlan, StepResult
 from scheduler.policy import choose_victim
-from scheduler.request import Request, RequestStatus
+from scheduler.request import Grant, Request, RequestStatus, Step, build_step
 from scheduler.spec import FinishReason, Rejection, RequestSpec, RequestUpdate
 from scheduler.state import State
 from scheduler.stats import Credit, SchedulerStats, compute_credit
 from scheduler.step_time import StepCosts, StepLoad, StepTimeModel
-from scheduler.steps import Grant, Step, build_step
 
 
 class Scheduler:

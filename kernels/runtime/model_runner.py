@@ -12,8 +12,7 @@ from kernels.config import ModelConfig
 from kernels.grammar import Grammars
 from kernels.runner import FinishedStep, PendingStep
 from kernels.runtime.batch_buffers import BatchBuffers
-from kernels.runtime.last_tokens import LastTokens
-from kernels.runtime.running_step import InFlightSample, RunningStep
+from kernels.runtime.running_step import InFlightSample, LastTokens, RunningStep
 from scheduler.plan import ScheduledRow, StepPlan, StepResult
 
 

@@ -11,7 +11,7 @@ from service.errors import JobError
 from service.ingest.kafka_config import KafkaConfig
 from service.stream.keys import JobKeys
 from service.wire import Result
-from service.wire.fingerprint import fingerprint
+from service.wire.job import fingerprint
 
 
 class Seen(Enum):

@@ -36,7 +36,7 @@ from service.wire import (
     parse_job,
     text_sha256,
 )
-from service.wire.fingerprint import fingerprint
+from service.wire.job import fingerprint
 
 DEFAULT_MAX_TOKENS = 16
 WORKER = "fake"

@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 from kernels.runner import Runner
-from kernels.runtime.last_tokens import PREDECESSOR_FAILED
+from kernels.runtime.running_step import PREDECESSOR_FAILED
 from scheduler.plan import RowResult, StepPlan, StepResult
 from service.errors import InternalError
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Collection, Iterator
 
-from service.ingest.commit_map import Ranges
 from service.ingest.delivery import Delivery, TopicPartition
-from service.ingest.offsets import PartitionOffsets
+from service.ingest.offsets import PartitionOffsets, Ranges
 
 
 class AssignedPartition:

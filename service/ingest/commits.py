@@ -10,10 +10,10 @@ from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError, OffsetMetadataTooLargeError
 
 from service.ingest.assignments import AssignedPartition, Assignments
-from service.ingest.commit_map import Ranges, decode_completed
 from service.ingest.delivery import TopicPartition
 from service.ingest.kafka_clients import admin_client
 from service.ingest.kafka_config import KafkaConfig
+from service.ingest.offsets import Ranges, decode_completed
 
 log = structlog.get_logger()
 

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
-from service.stream.keys import DEFAULT_NAMESPACE
 from service.waiting import Backoff
 
 MIN_TTL_S = 1
 MAX_TTL_S = 30 * 24 * 3600
 MIN_LOG_ENTRIES = 64
 MAX_LOG_ENTRIES = 1 << 20
+
+DEFAULT_NAMESPACE = "tailrace"
 
 
 @dataclass(frozen=True, slots=True)

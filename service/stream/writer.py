@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from service.stream.assemble import ResumedChoice
-from service.stream.attempt import NUM_PREFIX, Attempt, Ending, append_prefix
 from service.stream.config import StreamConfig
 from service.stream.connection import pack_args
-from service.stream.keys import AppendReply, Script
+from service.stream.keys import NUM_PREFIX, AppendReply, Attempt, Script, append_prefix
 from service.wire.common import TokenLogprob
-from service.wire.event import Delta, End, Start, encode_delta, encode_end, encode_start
+from service.wire.event import Delta, End, Ending, Start, encode_delta, encode_end, encode_start
 
 _TOKEN_BYTES = 8
 """Rough size of a token id in JSON, for the backlog's estimate."""

@@ -89,6 +89,18 @@ Event = Start | Delta | End
 _ADAPTER: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="kind")])
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a job ended, as its end event and its result say it."""
+
+    status: Status
+    finish_reason: FinishReason | None
+    usage: Usage
+    error: ErrorInfo | None = None
+    refused: bool = False
+    """Nothing of the job was run, and its id stays free for another record."""
+
+
 def encode_start(event: Start) -> bytes:
     return orjson.dumps(event)
 

@@ -17,9 +17,9 @@ from service.settings import Settings
 from service.stream.control import CancelListener
 from service.stream.publisher import StreamPublisher
 from service.text.tokenizer import Tokenizer
-from service.worker.admission_queue import AdmissionQueue
 from service.worker.credit import CreditRule
 from service.worker.edges import Edges, Names
+from service.worker.intake import AdmissionQueue
 from service.worker.job_flow import JobFlow
 from service.worker.job_table import JobTable
 from service.worker.namespace import NamespaceClaim, SharedClock

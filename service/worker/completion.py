@@ -7,7 +7,7 @@ from service.ingest.producer import WithdrawnError
 from service.stream.publisher import Opened, Outcome
 from service.stream.writer import AttemptWriter
 from service.wire import DeadLetter, ErrorInfo, Origin, Result, Status, parse_result
-from service.wire.fingerprint import fingerprint
+from service.wire.job import fingerprint
 from service.wire.limits import MAX_ID_CHARS
 from service.worker.edges import Edges
 from service.worker.job_run import JobRun

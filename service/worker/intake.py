@@ -1,6 +1,10 @@
-"""From a delivered record to requests in the engine, or to a refusal."""
+"""From a delivered record to requests in the engine, or to a refusal. Event loop only."""
 
 import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import structlog
 
@@ -10,13 +14,83 @@ from service.errors import JobError
 from service.stream.publisher import Opened, Outcome
 from service.stream.writer import AttemptWriter
 from service.wire import Job, Status, parse_job
-from service.wire.fingerprint import fingerprint
-from service.worker.admission_queue import Admission, AdmissionQueue
+from service.wire.job import fingerprint
 from service.worker.completion import Completion
 from service.worker.edges import Edges
 from service.worker.job_run import JobRun
 from service.worker.outcome import status_of
 from service.worker.specs import RequestBuilder, rejected
+
+
+class Admission(Enum):
+    """How a job came out of the queue."""
+
+    ADMITTED = auto()
+    LEFT = auto()
+    LATE = auto()
+
+
+@dataclass(slots=True)
+class _Waiting:
+    num_requests: int
+    may_be_next: asyncio.Event = field(default_factory=asyncio.Event)
+    has_left: bool = False
+
+
+class AdmissionQueue:
+    """Jobs that wait until the scheduler's queue has room for all of their requests.
+
+    First come, first served, each with room for all of its requests at once. Bounded by intake credit.
+
+    Credit keeps it empty as far as it can tell. But how many choices a record asks for is seen only when it is here,
+    and preempted requests go back into the scheduler's queue: a full queue is a moment's state of ours, never a job's
+    fault.
+    """
+
+    def __init__(self, room: Callable[[], int]) -> None:
+        """`room`: how many more requests the scheduler would queue. No job may ever ask for more than it holds."""
+        self._room = room
+        self._waiting: OrderedDict[JobRun, _Waiting] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def wait(self, run: JobRun, num_requests: int, limit_s: float | None) -> Admission:
+        """Returns at once when no job waits and there is room. After ADMITTED the requests are to be added before
+        anything else is awaited; LEFT: `leave` was called; LATE: limit_s is over."""
+        if not self._waiting and num_requests <= self._room():
+            return Admission.ADMITTED
+        waiting = self._waiting[run] = _Waiting(num_requests)
+        try:
+            async with asyncio.timeout(limit_s):
+                while not waiting.has_left and not self._is_first_and_fits(run):
+                    waiting.may_be_next.clear()
+                    await waiting.may_be_next.wait()
+        except TimeoutError:
+            return Admission.LEFT if waiting.has_left else Admission.LATE
+        finally:
+            del self._waiting[run]
+            self.wake_next()  # it looks for itself, after this job has added its requests
+        return Admission.LEFT if waiting.has_left else Admission.ADMITTED
+
+    def leave(self, run: JobRun) -> None:
+        """The job does not want to run any more; nothing happens if it does not wait here."""
+        waiting = self._waiting.get(run)
+        if waiting is not None:
+            waiting.has_left = True
+            waiting.may_be_next.set()
+
+    def wake_next(self) -> None:
+        """There may be room: to be called after every step and after every end of a request."""
+        if self._waiting:
+            first = next(iter(self._waiting))
+            if self._is_first_and_fits(first):
+                self._waiting[first].may_be_next.set()
+
+    def _is_first_and_fits(self, run: JobRun) -> bool:
+        is_first = next(iter(self._waiting)) is run
+        return is_first and self._waiting[run].num_requests <= self._room()
+
 
 log = structlog.get_logger(__name__)
 

@@ -3,7 +3,6 @@
 from typing import Literal
 
 from scheduler.spec import FinishReason
-from service.stream.attempt import Ending
 from service.wire import (
     Choice,
     ErrorInfo,
@@ -15,6 +14,7 @@ from service.wire import (
     claimed_custom_id,
 )
 from service.wire import FinishReason as WireFinishReason
+from service.wire.event import Ending
 from service.worker.job_run import ChoiceRun, JobRun, Targets
 
 _WIRE_REASON: dict[FinishReason, WireFinishReason] = {

@@ -10,7 +10,7 @@ from kernels.deterministic import DeterministicRunner
 from kernels.runner import FinishedStep
 from scheduler.plan import StepPlan
 from service.wire import decode
-from service.wire.fingerprint import fingerprint
+from service.wire.job import fingerprint
 from service.worker.worker import Worker
 from tests.support.kafka import KafkaBroker
 from tests.support.redis import RedisServer

@@ -13,8 +13,8 @@ from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.admin import AIOKafkaAdminClient
 
 from service.ingest import KafkaConfig
-from service.ingest.commit_map import MAX_METADATA_BYTES
 from service.ingest.commits import Committed, fetch_committed
+from service.ingest.offsets import MAX_METADATA_BYTES
 from tests.support.kafka import KafkaBroker
 from tests.support.members import Member, config_for, eventually, member, polled, publish
 

@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 import pytest
 
-from service.wire.fingerprint import fingerprint
+from service.wire.job import fingerprint
 from tests.support.kafka import KafkaBroker
 from tests.support.members import eventually
 from tests.support.raw_records import RawRecord, publish_batch

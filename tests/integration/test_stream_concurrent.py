@@ -7,9 +7,9 @@ from contextlib import AsyncExitStack
 import pytest
 from redis.asyncio import Redis
 
-from service.stream.attempt import Ending
 from service.stream.publisher import StreamPublisher
 from service.wire.common import Usage
+from service.wire.event import Ending
 from tests.support.redis import RedisServer
 from tests.support.streams import FAST, Followed, open_job, running_publisher, stream_of
 

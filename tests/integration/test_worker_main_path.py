@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from service.stream.control import request_cancel
-from service.wire.fingerprint import fingerprint
+from service.wire.job import fingerprint
 from tests.support.kafka import KafkaBroker
 from tests.support.redis import RedisServer
 from tests.support.service import new_service, running_worker

@@ -9,9 +9,8 @@ from kernels.batch import ForwardBatch
 from kernels.config import ModelConfig
 from kernels.memory import Arena
 from kernels.models.cpu import fused_step
-from kernels.models.cpu.attention_work import AttentionPlanner, AttentionWork
 from kernels.models.cpu.packed_weights import PackedWeights, layer_windows
-from kernels.models.cpu.step_layout import WORK, StepFields
+from kernels.models.cpu.step_layout import WORK, AttentionPlanner, AttentionWork, StepFields
 from kernels.models.decoder_weights import rounded_embedding_scale
 from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.ops.cpu.precompile import precompile

@@ -13,8 +13,7 @@ import torch
 
 from kernels.grammar import Grammars, GrammarSlots
 from kernels.runtime.running_step import FinishedSample
-from kernels.sampling.cpu.draw import DrawParams, draw, span_sums
-from kernels.sampling.cpu.philox import uniform
+from kernels.sampling.cpu.draw import DrawParams, draw, span_sums, uniform
 from kernels.sampling.cpu.slot import Slot, adjust
 from kernels.sampling.rules import GREEDY_BELOW, NO_LOGIT, NO_TOKEN, NUM_TOP, Rule, rule_of
 from scheduler.plan import RowResult, SamplingParams, ScheduledRow, TokenLogprobs

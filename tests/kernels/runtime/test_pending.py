@@ -9,7 +9,7 @@ import pytest
 from kernels.deterministic import DeterministicOptions, DeterministicRunner
 from kernels.loading import load_runner
 from kernels.runner import Runner, RunnerOptions
-from kernels.runtime.last_tokens import PREDECESSOR_FAILED, LastTokens
+from kernels.runtime.running_step import PREDECESSOR_FAILED, LastTokens
 from scheduler.plan import PENDING_TOKEN, RowResult, SamplingParams, ScheduledRow, StepPlan
 from tests.kernels.driving import GREEDY
 from tests.kernels.tiny import make_model, save

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from kernels.sampling.cpu.philox import uniform
+from kernels.sampling.cpu.draw import uniform
 from scheduler.plan import SamplingParams
 
 ROUNDING = 1e-6

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kernels.sampling.cpu.philox import philox_4x32, uniform
+from kernels.sampling.cpu.draw import philox_4x32, uniform
 
 KNOWN_ANSWERS = [
     (

@@ -14,7 +14,7 @@ from service.embedded.stack import EmbeddedStack
 from service.settings import Settings, load_settings
 from service.stream.keys import JobKeys
 from service.wire import Result
-from service.wire.fingerprint import fingerprint
+from service.wire.job import fingerprint
 
 
 @pytest.fixture

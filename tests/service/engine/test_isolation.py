@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kernels.runtime.last_tokens import PREDECESSOR_FAILED
+from kernels.runtime.running_step import PREDECESSOR_FAILED
 from scheduler.plan import RowResult, StepPlan, StepResult
 from service.engine.isolation import run_row_by_row
 from service.errors import InternalError

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from scheduler.plan import PENDING_TOKEN, ScheduledRow, StepPlan, StepResult
-from service.engine.step_pipeline import StepPipeline
+from service.engine.step_thread import StepPipeline
 from service.errors import InternalError
 from tests.service.engine.scripted import Queued, Scripted, answer, pending, row
 

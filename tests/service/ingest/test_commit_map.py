@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.ingest.commit_map import MAX_METADATA_BYTES, decode_completed, encode_completed
+from service.ingest.offsets import MAX_METADATA_BYTES, decode_completed, encode_completed
 
 committed_offsets = st.integers(0, 2**62)
 runs = st.lists(st.tuples(st.integers(1, 2**20), st.integers(1, 2**20)), max_size=60)

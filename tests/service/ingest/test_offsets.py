@@ -14,8 +14,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from service.ingest.commit_map import MAX_METADATA_BYTES, Ranges, decode_completed, encode_completed
-from service.ingest.offsets import PartitionOffsets
+from service.ingest.offsets import (
+    MAX_METADATA_BYTES,
+    PartitionOffsets,
+    Ranges,
+    decode_completed,
+    encode_completed,
+)
 
 STEPS = settings(max_examples=120, stateful_step_count=60, deadline=None)
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from service.stream.attempt import Ending
 from service.stream.keys import JobKeys
 from service.stream.publisher import Opened, Outcome, StreamPublisher
 from service.wire.common import Usage
+from service.wire.event import Ending
 from tests.service.stream.one_job import JOB, begin
 from tests.support.proxy import Direction, running_proxy
 from tests.support.redis import RedisServer

@@ -11,12 +11,13 @@ from service.grammar import GrammarValidator
 from service.ingest.delivery import Delivery
 from service.ingest.producer import ResultProducer, WithdrawnError
 from service.metrics import Metrics
-from service.stream.attempt import Attempt, Ending
+from service.stream.keys import Attempt
 from service.stream.publisher import Opened, Outcome, StreamPublisher
 from service.stream.writer import AttemptWriter
 from service.text.tokenizer import ByteTokenizer
-from service.worker.admission_queue import AdmissionQueue
+from service.wire.event import Ending
 from service.worker.edges import Edges, Names
+from service.worker.intake import AdmissionQueue
 from service.worker.job_flow import JobFlow
 from service.worker.job_table import JobTable
 from service.worker.prompts import PromptEncoder, TextLanes

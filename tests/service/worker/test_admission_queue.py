@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from service.ingest.delivery import Delivery
-from service.worker.admission_queue import Admission, AdmissionQueue
+from service.worker.intake import Admission, AdmissionQueue
 from service.worker.job_run import JobRun
 
 

@@ -23,7 +23,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.plan import SamplingParams, StepPlan, StepResult, TokenLogprobs
 from scheduler.scheduler import Scheduler
 from scheduler.spec import FinishReason, RequestSpec, RequestUpdate
-from service.engine.step_pipeline import StepPipeline
+from service.engine.step_thread import StepPipeline
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig("llama", 1, 32, 48, 2, 1, 16, 99, 128, 1e-6, 10000.0)

@@ -9,9 +9,9 @@ import torch
 
 from kernels.batch import ForwardBatch
 from kernels.config import ModelConfig
-from kernels.models.cpu.attention_work import AttentionPlanner
 from kernels.models.cpu.decoder import FusedDecoder
 from kernels.models.cpu.packed_weights import layer_windows
+from kernels.models.cpu.step_layout import AttentionPlanner
 from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.ops.paged_attention.cpu import ALL_SPANS, MAX_QUERIES, span_tokens
 from kernels.runtime.kv_pool import KVPool
