@@ -24,8 +24,7 @@ from service.worker.job_flow import JobFlow
 from service.worker.job_table import JobTable
 from service.worker.namespace import NamespaceClaim, SharedClock
 from service.worker.observer import Observer
-from service.worker.prompts import PromptEncoder, TextLanes
-from service.worker.specs import ModelLimits, RequestBuilder
+from service.worker.specs import ModelLimits, PromptEncoder, RequestBuilder, TextLanes
 
 
 @dataclass(frozen=True, slots=True)

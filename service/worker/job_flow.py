@@ -13,8 +13,9 @@ from service.ingest.delivery import Delivery, TopicPartition
 from service.worker.completion import Completion
 from service.worker.edges import Edges
 from service.worker.intake import AdmissionQueue, Intake
-from service.worker.job_run import JobRun, Output
+from service.worker.job_run import JobRun
 from service.worker.outcome import status_of
+from service.worker.output import Output
 from service.worker.specs import RequestBuilder
 
 log = structlog.get_logger(__name__)

@@ -18,8 +18,8 @@ from service.metrics import Metrics
 from service.settings import Settings
 from service.text.load import load_tokenizer
 from service.worker.assembly import Loaded, Parts, assemble, end_token_ids
-from service.worker.prompts import TextLanes
 from service.worker.readiness import Readiness
+from service.worker.specs import TextLanes
 
 log = structlog.get_logger(__name__)
 

@@ -20,8 +20,7 @@ from service.worker.edges import Edges, Names
 from service.worker.intake import AdmissionQueue
 from service.worker.job_flow import JobFlow
 from service.worker.job_table import JobTable
-from service.worker.prompts import PromptEncoder, TextLanes
-from service.worker.specs import ModelLimits, RequestBuilder
+from service.worker.specs import ModelLimits, PromptEncoder, RequestBuilder, TextLanes
 
 LOST = "lost"
 """What a fenced or abandoned stream answers."""

@@ -10,7 +10,7 @@ import pytest
 from service.errors import JobError
 from service.text import ByteTokenizer, ChatMessages
 from service.wire import Job, parse_job
-from service.worker.prompts import LONG_TEXT_CHARS, PromptEncoder, TextLanes
+from service.worker.specs import LONG_TEXT_CHARS, PromptEncoder, TextLanes
 
 LONG = "x" * (LONG_TEXT_CHARS + 1)
 
