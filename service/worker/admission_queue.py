@@ -10,7 +10,7 @@ from service.worker.job_run import JobRun
 
 
 class Admission(Enum):
-    """How a job came out of the queue."""
+    """How a job left the queue."""
 
     ADMITTED = auto()
     LEFT = auto()
@@ -25,15 +25,15 @@ class _Waiting:
 
 
 class AdmissionQueue:
-    """First come, first served, each with room for all of its requests at once. Bounded by intake credit.
+    """Admits jobs in order of arrival, each once there is room for all of its requests. Bounded by intake credit.
 
-    Credit keeps it empty as far as it can tell. But how many choices a record asks for is seen only when it is here,
-    and preempted requests go back into the scheduler's queue: a full queue is a moment's state of ours, never a job's
-    fault.
+    Credit should keep it empty, but the number of choices of a record is unknown until it is decoded, and preempted
+    requests return to the scheduler's queue: a full queue is temporary and never a job's fault.
     """
 
     def __init__(self, room: Callable[[], int]) -> None:
-        """`room`: how many more requests the scheduler would queue. No job may ever ask for more than it holds."""
+        """`room` returns how many more requests the scheduler would queue. No job may have more requests than its
+        maximum."""
         self._room = room
         self._waiting: OrderedDict[JobRun, _Waiting] = OrderedDict()
 
@@ -41,8 +41,8 @@ class AdmissionQueue:
         return len(self._waiting)
 
     async def wait(self, run: JobRun, num_requests: int, limit_s: float | None) -> Admission:
-        """Returns at once when no job waits and there is room. After ADMITTED the requests are to be added before
-        anything else is awaited; LEFT: `leave` was called; LATE: limit_s is over."""
+        """Waits for room; returns at once when no job waits and there is room. After ADMITTED the caller adds the
+        requests before it awaits anything else. LEFT: `leave` was called. LATE: limit_s has passed."""
         if not self._waiting and num_requests <= self._room():
             return Admission.ADMITTED
         waiting = self._waiting[run] = _Waiting(num_requests)
@@ -55,18 +55,18 @@ class AdmissionQueue:
             return Admission.LEFT if waiting.has_left else Admission.LATE
         finally:
             del self._waiting[run]
-            self.wake_next()  # it looks for itself, after this job has added its requests
+            self.wake_next()  # the next job checks for room after this one has added its requests
         return Admission.LEFT if waiting.has_left else Admission.ADMITTED
 
     def leave(self, run: JobRun) -> None:
-        """The job does not want to run any more; nothing happens if it does not wait here."""
+        """Removes a job from the queue, if it waits there."""
         waiting = self._waiting.get(run)
         if waiting is not None:
             waiting.has_left = True
             waiting.may_be_next.set()
 
     def wake_next(self) -> None:
-        """There may be room: to be called after every step and after every end of a request."""
+        """Admits jobs if there is room. Call it after every step and whenever a request ends."""
         if self._waiting:
             first = next(iter(self._waiting))
             if self._is_first_and_fits(first):

@@ -23,13 +23,14 @@ log = structlog.get_logger(__name__)
 FATE_PAUSE_S = 0.05
 MAX_FATE_PAUSE_S = 2.0
 MAX_FATE_WAIT_S = 120.0
-"""For the fate of another record with the same id: longer than a rebalance takes after a crash."""
+"""How long a record waits for another one with its id to be accepted or refused: longer than a rebalance after a
+crash."""
 
 TOO_MANY_ATTEMPTS = "too_many_attempts"
 
 
 class Intake:
-    """One `take` per delivery, as a task of its own: they wait for Redis and for the tokenizer side by side."""
+    """Takes jobs in, one task per delivery, so that several can wait for Redis and the tokenizer at once."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class Intake:
         self._completion = completion
 
     async def take(self, run: JobRun) -> None:
-        """Returns when the job is in the engine, settled, or held by a newer attempt."""
+        """Take one delivery; returns when the job is in the engine, settled, or held by a newer attempt."""
         delivery = run.delivery
         try:
             job = parse_job(
@@ -78,8 +79,8 @@ class Intake:
         await self._admit(run, job, opened, opened.stream)
 
     async def _open(self, run: JobRun, job: Job) -> Opened:
-        """Takes the job's stream. While another record with the id may still be refused, and so leave the id to this
-        one, it waits for that one's fate; for some time only, because that record may never be fetched."""
+        """Take the job's stream. Another record with the same id may still be refused and free the id, so wait for
+        its outcome; only for a limited time, because that record may never be fetched."""
         waited_s, pause_s = 0.0, FATE_PAUSE_S
         while True:
             opened = await self._edges.publisher.open(
@@ -119,13 +120,13 @@ class Intake:
             status: Status = "failed" if error.code == TOO_MANY_ATTEMPTS else "rejected"
             await self._completion.end(run, status, error)
             return
-        # What has nothing left to compute ends here: cancelled or late before it began, or stopped in an earlier
+        # A job with nothing left to compute ends here: cancelled or expired before it began, or stopped in an earlier
         # attempt.
         if run.finished:
             await self._completion.end(run, status_of(run))
 
     def _check_attempts(self, run: JobRun, num_attempts: int) -> None:
-        """A job that takes its worker down with it must not go on to the next one for ever."""
+        """Refuse a job that has killed its worker too often, so that it is not passed on forever."""
         limit = self._edges.names.max_attempts
         if num_attempts > limit:
             raise JobError(
@@ -138,7 +139,7 @@ class Intake:
             )
 
     def _resume(self, run: JobRun, job: Job, prompt: tuple[int, ...], opened: Opened) -> bool:
-        """Take over what earlier attempts streamed. False: another model or tokenizer wrote it."""
+        """Continue from what earlier attempts streamed. False: another model or tokenizer wrote it."""
         run.choices = self._builder.choices(run, job, prompt)
         pairs = list(zip(run.choices, opened.resumed, strict=True))
         stands = all(choice.resume(earlier.token_ids, earlier.text) for choice, earlier in pairs)
@@ -148,7 +149,7 @@ class Intake:
                 if choice.detokenizer.stopped:
                     choice.finish = FinishReason.STOP
                 elif choice.token_ids:
-                    # Complete is complete, whatever was asked for since: a cancellation, a deadline.
+                    # A job with all its tokens is completed, even if it was cancelled or its deadline has passed since.
                     spec = self._builder.spec(run, choice, prompt)
                     choice.finish = spec.finish_reason(choice.token_ids)
             run.num_resumed_tokens = run.num_output_tokens
@@ -161,7 +162,7 @@ class Intake:
         return stands
 
     def _close_finished(self, run: JobRun, stream: AttemptWriter) -> None:
-        """Stream what a choice that an earlier attempt completed still held back."""
+        """Stream the text that was still held back in a choice completed by an earlier attempt."""
         for choice in run.choices:
             if choice.finish in (FinishReason.STOP, FinishReason.LENGTH) and not choice.detokenizer.stopped:
                 text = choice.close()
@@ -169,7 +170,7 @@ class Intake:
                     stream.delta(choice.index, text, ())
 
     async def _add_requests(self, run: JobRun, prompt: tuple[int, ...]) -> None:
-        """All of them at once, when there is room. Raises JobError, with nothing left in the engine, when the
+        """Add all requests at once, when there is room. Raises JobError, with nothing left in the engine, when the
         scheduler refuses."""
         specs = [self._builder.spec(run, choice, prompt) for choice in run.choices if choice.finish is None]
         if specs and not await self._is_admitted(run, len(specs), specs[0].deadline_s):
@@ -185,7 +186,7 @@ class Intake:
         self._edges.metrics.prompt_tokens.inc(len(prompt))
 
     async def _is_admitted(self, run: JobRun, num_requests: int, deadline_s: float | None) -> bool:
-        """Whether there is room, to be taken before anything else is awaited."""
+        """Tell whether there is room; the caller uses it before it awaits anything else."""
         limit_s = None if deadline_s is None else deadline_s - self._edges.clock()
         admission = await self._queue.wait(run, num_requests, limit_s)
         if admission is Admission.LATE:
