@@ -19,13 +19,14 @@ PASSED_ON_HEADERS = frozenset({"traceparent", "tracestate"})
 
 
 class Completion:
-    """Every method may be called once per run and returns when the run is settled or not ours any more."""
+    """Ends runs. Each method may be called once per run and returns when the run is settled or another attempt has
+    it."""
 
     def __init__(self, edges: Edges) -> None:
         self._edges = edges
 
     async def end(self, run: JobRun, status: Status, error: JobError | None = None) -> bool:
-        """Write the terminal record of a job whose stream this worker writes. False: a newer attempt does."""
+        """Publish the outcome of a job whose stream this worker writes. False: a newer attempt writes it."""
         if error is not None:
             run.error = ErrorInfo.of(error)
         result = result_of(
@@ -40,10 +41,10 @@ class Completion:
         return run.abandoned or await self._tell(run, stream, result, record)
 
     async def repeat(self, run: JobRun, opened: Opened) -> bool:
-        """End a job as an earlier attempt had decided. False: what that left is no result of ours.
+        """End a job as an earlier attempt had decided. False: the stored value is no result of ours.
 
-        Its record may be on the topic already, or on its way there: only the same bytes may follow it, whatever has
-        been asked for since.
+        Its record may be on the topic already, or in flight: only the same bytes may follow it, whatever was
+        requested since.
         """
         assert opened.decided is not None, run.job_id
         try:
@@ -57,7 +58,7 @@ class Completion:
         if lost:
             stream.restart()
         stream.start()
-        if lost:  # The log was evicted, or cut: the stream has to say what the result says.
+        if lost:  # The log was evicted or cut: the stream must match the result.
             for choice in result.choices:
                 stream.delta(choice.index, choice.text, choice.token_ids or ())
         if await stream.flushed() and not run.abandoned:
@@ -65,7 +66,7 @@ class Completion:
         return True
 
     async def _tell(self, run: JobRun, stream: AttemptWriter, result: Result, record: bytes) -> bool:
-        """What is decided goes out. False: a newer attempt holds the stream, and tells the same."""
+        """Send the decided outcome. False: a newer attempt has the stream and sends the same."""
         try:
             await self._send_result(run, result.id, record)
         except WithdrawnError:
@@ -77,7 +78,7 @@ class Completion:
         return True
 
     async def refuse_record(self, run: JobRun, error: JobError) -> None:
-        """End a record that is no job: dead letter, and a result under the best id it can be filed under."""
+        """End a record that is no job: send a dead letter, and a result under the best id available."""
         await self._dead_letter(run, error)
         status: Status = "failed" if error.code in UNREADABLE_CODES else "rejected"
         for job_id in (error.job_id, placeholder_id("unparsed", run)):
@@ -86,7 +87,7 @@ class Completion:
         self.settle(run)
 
     async def refuse_barely(self, run: JobRun, error: JobError) -> None:
-        """The last resort: a result without a stream, in which nothing of the record occurs."""
+        """Send, as a last resort, a result without a stream that contains nothing from the record."""
         job_id = placeholder_id("unparsed", run)
         result = Result(
             id=job_id,
@@ -102,13 +103,13 @@ class Completion:
         self.settle(run)
 
     def suppress(self, run: JobRun) -> None:
-        """Settle a redelivery of a record that was carried to its end before."""
+        """Settle a redelivery of a record that has ended."""
         self._edges.metrics.duplicates.inc()
         log.info("redelivery_suppressed", job_id=run.job_id, origin=run.origin)
         self.settle(run)
 
     async def refuse_duplicate(self, run: JobRun, opened: Opened) -> None:
-        """Settle a record whose id belongs to another record, without touching that one's result."""
+        """Settle a record whose id belongs to another record, and keep that record's result."""
         self._edges.metrics.duplicates.inc()
         log.info(
             "duplicate_suppressed", job_id=run.job_id, origin=run.origin, same_content=opened.same_content,
@@ -124,13 +125,13 @@ class Completion:
         self.settle(run)
 
     def settle(self, run: JobRun) -> None:
-        """The record needs nothing more."""
+        """Mark the record as settled."""
         self._edges.table.remove(run)
         if not run.abandoned:
             self._edges.complete(run.delivery)
 
     async def _open_and_end(self, run: JobRun, job_id: str, status: Status, error: JobError) -> bool:
-        """File a refusal under `job_id`. False: that id belongs to another record, or its keys to another program."""
+        """Publish a refusal under `job_id`. False: the id belongs to another record, or its keys to another program."""
         publisher = self._edges.publisher
         try:
             opened = await publisher.open(
@@ -152,7 +153,7 @@ class Completion:
             _stream_of(run).start()
             if await self.end(run, status, error):
                 return True
-            # Fenced. Another attempt at this record files the same refusal; a record that may run has taken the id.
+            # Fenced: another attempt at this record publishes the same refusal, or another record has taken the id.
             return run.abandoned or await publisher.origin_of(job_id) == run.origin
         self.settle(run)
         return True
@@ -190,7 +191,7 @@ class Completion:
                 wanted=lambda: not run.abandoned,
             )
         except JobError as refused:
-            # The record came through a topic that takes more than ours, or other keys. Its result tells what happened.
+            # The record came from a topic that allows larger records or other keys than ours. Its result says so.
             log.error("dead_letter_refused", origin=run.origin, reason=refused.message)
             return
         self._edges.metrics.dead_letters.inc()
@@ -229,7 +230,7 @@ def _stream_of(run: JobRun) -> AttemptWriter:
 
 
 def placeholder_id(kind: str, run: JobRun) -> str:
-    """A legal job id for a record that may not use its own. Redelivery gives the same one."""
+    """Return a legal job id for a record that may not use its own; the same one at each redelivery."""
     delivery = run.delivery
     suffix = f":{delivery.partition}:{delivery.offset}"
     return f"{kind}:{delivery.topic}"[: MAX_ID_CHARS - len(suffix)] + suffix

@@ -1,4 +1,4 @@
-"""How many more records may be fetched: as many as could be served soon, and none while the way out is blocked."""
+"""How many more records may be fetched: as many as can be served soon, and none while results cannot be written."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from service.worker.job_table import JobTable
 
 
 class CreditRule:
-    """Called by the consumer before each fetch."""
+    """Computes the credit; the consumer asks before each fetch."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class CreditRule:
         *,
         may_open: Callable[[], bool],
     ) -> None:
-        """`may_open`: whether jobs may be opened at all: the namespace is ours and cancellations are heard."""
+        """`may_open` tells whether jobs may be opened: this deployment owns the namespace and cancellations arrive."""
         self._scheduler = scheduler
         self._publisher = publisher
         self._producer = producer
@@ -37,7 +37,7 @@ class CreditRule:
         return credit
 
     def has_returned(self) -> bool:
-        """Whether the last answer was 0 and now would not be. Cheap enough to ask after every step."""
+        """Tell whether the last answer was 0 and would now be more. Cheap enough to call after every step."""
         return self._starved and self._compute() > 0
 
     def _compute(self) -> int:
@@ -45,8 +45,8 @@ class CreditRule:
             return 0
         credit = self._scheduler.credit()
         table = self._table
-        # The scheduler does not know yet of what is being decoded and tokenized. A little room is room for one job,
-        # however large the next one may be: the scheduler never asks for nothing when it is idle.
+        # The scheduler does not know yet of jobs being decoded and tokenized. Any room is room for one job, however
+        # large it is: an idle worker always fetches one.
         num_free = credit.requests - table.num_requests_in_intake
         by_requests = max(1, num_free // table.num_choices_expected) if num_free > 0 else 0
         by_tokens = max(1, credit.tokens // table.mean_prompt_tokens) - table.num_in_intake

@@ -1,4 +1,4 @@
-"""Where jobs come from and where what becomes of them goes."""
+"""The connections of a worker: where jobs come from, and where results and streams go."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from service.worker.job_table import JobTable
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Who this worker is, where its records go and what it takes."""
+    """The worker's name, the topics it writes and the jobs it accepts."""
 
     worker: str
     results_topic: str

@@ -23,7 +23,7 @@ from service.worker.specs import RequestBuilder, rejected
 
 
 class Admission(Enum):
-    """How a job came out of the queue."""
+    """How a job left the queue."""
 
     ADMITTED = auto()
     LEFT = auto()
@@ -38,17 +38,15 @@ class _Waiting:
 
 
 class AdmissionQueue:
-    """Jobs that wait until the scheduler's queue has room for all of their requests.
+    """Admits jobs in order of arrival, each once there is room for all of its requests. Bounded by intake credit.
 
-    First come, first served, each with room for all of its requests at once. Bounded by intake credit.
-
-    Credit keeps it empty as far as it can tell. But how many choices a record asks for is seen only when it is here,
-    and preempted requests go back into the scheduler's queue: a full queue is a moment's state of ours, never a job's
-    fault.
+    Credit should keep it empty, but the number of choices of a record is unknown until it is decoded, and preempted
+    requests return to the scheduler's queue: a full queue is temporary and never a job's fault.
     """
 
     def __init__(self, room: Callable[[], int]) -> None:
-        """`room`: how many more requests the scheduler would queue. No job may ever ask for more than it holds."""
+        """`room` returns how many more requests the scheduler would queue. No job may have more requests than its
+        maximum."""
         self._room = room
         self._waiting: OrderedDict[JobRun, _Waiting] = OrderedDict()
 
@@ -56,8 +54,8 @@ class AdmissionQueue:
         return len(self._waiting)
 
     async def wait(self, run: JobRun, num_requests: int, limit_s: float | None) -> Admission:
-        """Returns at once when no job waits and there is room. After ADMITTED the requests are to be added before
-        anything else is awaited; LEFT: `leave` was called; LATE: limit_s is over."""
+        """Waits for room; returns at once when no job waits and there is room. After ADMITTED the caller adds the
+        requests before it awaits anything else. LEFT: `leave` was called. LATE: limit_s has passed."""
         if not self._waiting and num_requests <= self._room():
             return Admission.ADMITTED
         waiting = self._waiting[run] = _Waiting(num_requests)
@@ -70,18 +68,18 @@ class AdmissionQueue:
             return Admission.LEFT if waiting.has_left else Admission.LATE
         finally:
             del self._waiting[run]
-            self.wake_next()  # it looks for itself, after this job has added its requests
+            self.wake_next()  # the next job checks for room after this one has added its requests
         return Admission.LEFT if waiting.has_left else Admission.ADMITTED
 
     def leave(self, run: JobRun) -> None:
-        """The job does not want to run any more; nothing happens if it does not wait here."""
+        """Removes a job from the queue, if it waits there."""
         waiting = self._waiting.get(run)
         if waiting is not None:
             waiting.has_left = True
             waiting.may_be_next.set()
 
     def wake_next(self) -> None:
-        """There may be room: to be called after every step and after every end of a request."""
+        """Admits jobs if there is room. Call it after every step and whenever a request ends."""
         if self._waiting:
             first = next(iter(self._waiting))
             if self._is_first_and_fits(first):
@@ -97,13 +95,14 @@ log = structlog.get_logger(__name__)
 FATE_PAUSE_S = 0.05
 MAX_FATE_PAUSE_S = 2.0
 MAX_FATE_WAIT_S = 120.0
-"""For the fate of another record with the same id: longer than a rebalance takes after a crash."""
+"""How long a record waits for another one with its id to be accepted or refused: longer than a rebalance after a
+crash."""
 
 TOO_MANY_ATTEMPTS = "too_many_attempts"
 
 
 class Intake:
-    """One `take` per delivery, as a task of its own: they wait for Redis and for the tokenizer side by side."""
+    """Takes jobs in, one task per delivery, so that several can wait for Redis and the tokenizer at once."""
 
     def __init__(
         self,
@@ -120,7 +119,7 @@ class Intake:
         self._completion = completion
 
     async def take(self, run: JobRun) -> None:
-        """Returns when the job is in the engine, settled, or held by a newer attempt."""
+        """Take one delivery; returns when the job is in the engine, settled, or held by a newer attempt."""
         delivery = run.delivery
         try:
             job = parse_job(
@@ -152,8 +151,8 @@ class Intake:
         await self._admit(run, job, opened, opened.stream)
 
     async def _open(self, run: JobRun, job: Job) -> Opened:
-        """Takes the job's stream. While another record with the id may still be refused, and so leave the id to this
-        one, it waits for that one's fate; for some time only, because that record may never be fetched."""
+        """Take the job's stream. Another record with the same id may still be refused and free the id, so wait for
+        its outcome; only for a limited time, because that record may never be fetched."""
         waited_s, pause_s = 0.0, FATE_PAUSE_S
         while True:
             opened = await self._edges.publisher.open(
@@ -193,13 +192,13 @@ class Intake:
             status: Status = "failed" if error.code == TOO_MANY_ATTEMPTS else "rejected"
             await self._completion.end(run, status, error)
             return
-        # What has nothing left to compute ends here: cancelled or late before it began, or stopped in an earlier
+        # A job with nothing left to compute ends here: cancelled or expired before it began, or stopped in an earlier
         # attempt.
         if run.finished:
             await self._completion.end(run, status_of(run))
 
     def _check_attempts(self, run: JobRun, num_attempts: int) -> None:
-        """A job that takes its worker down with it must not go on to the next one for ever."""
+        """Refuse a job that has killed its worker too often, so that it is not passed on forever."""
         limit = self._edges.names.max_attempts
         if num_attempts > limit:
             raise JobError(
@@ -212,7 +211,7 @@ class Intake:
             )
 
     def _resume(self, run: JobRun, job: Job, prompt: tuple[int, ...], opened: Opened) -> bool:
-        """Take over what earlier attempts streamed. False: another model or tokenizer wrote it."""
+        """Continue from what earlier attempts streamed. False: another model or tokenizer wrote it."""
         run.choices = self._builder.choices(run, job, prompt)
         pairs = list(zip(run.choices, opened.resumed, strict=True))
         stands = all(choice.resume(earlier.token_ids, earlier.text) for choice, earlier in pairs)
@@ -222,7 +221,7 @@ class Intake:
                 if choice.detokenizer.stopped:
                     choice.finish = FinishReason.STOP
                 elif choice.token_ids:
-                    # Complete is complete, whatever was asked for since: a cancellation, a deadline.
+                    # A job with all its tokens is completed, even if it was cancelled or its deadline has passed since.
                     spec = self._builder.spec(run, choice, prompt)
                     choice.finish = spec.finish_reason(choice.token_ids)
             run.num_resumed_tokens = run.num_output_tokens
@@ -235,7 +234,7 @@ class Intake:
         return stands
 
     def _close_finished(self, run: JobRun, stream: AttemptWriter) -> None:
-        """Stream what a choice that an earlier attempt completed still held back."""
+        """Stream the text that was still held back in a choice completed by an earlier attempt."""
         for choice in run.choices:
             if choice.finish in (FinishReason.STOP, FinishReason.LENGTH) and not choice.detokenizer.stopped:
                 text = choice.close()
@@ -243,7 +242,7 @@ class Intake:
                     stream.delta(choice.index, text, ())
 
     async def _add_requests(self, run: JobRun, prompt: tuple[int, ...]) -> None:
-        """All of them at once, when there is room. Raises JobError, with nothing left in the engine, when the
+        """Add all requests at once, when there is room. Raises JobError, with nothing left in the engine, when the
         scheduler refuses."""
         specs = [self._builder.spec(run, choice, prompt) for choice in run.choices if choice.finish is None]
         if specs and not await self._is_admitted(run, len(specs), specs[0].deadline_s):
@@ -259,7 +258,7 @@ class Intake:
         self._edges.metrics.prompt_tokens.inc(len(prompt))
 
     async def _is_admitted(self, run: JobRun, num_requests: int, deadline_s: float | None) -> bool:
-        """Whether there is room, to be taken before anything else is awaited."""
+        """Tell whether there is room; the caller uses it before it awaits anything else."""
         limit_s = None if deadline_s is None else deadline_s - self._edges.clock()
         admission = await self._queue.wait(run, num_requests, limit_s)
         if admission is Admission.LATE:

@@ -1,4 +1,4 @@
-"""Every job from its delivery to its end. Intake, output and completion do the work; this says when."""
+"""Carries every job from delivery to outcome. Intake, output and completion do the work; this module calls them."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -47,11 +47,11 @@ class JobFlow:
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
-        """For ever; cancel it to stop. Raises InternalError when a job cannot even be refused: no later one can."""
+        """Run until cancelled. Raises InternalError when a job cannot even be refused: later ones could not either."""
         await self._broken
 
     def on_deliveries(self, deliveries: Sequence[Delivery]) -> None:
-        """New records from the consumer, each incomplete until it is settled."""
+        """Take new records from the consumer; each is incomplete until it is settled."""
         for delivery in deliveries:
             self._begin(delivery)
 
@@ -60,8 +60,7 @@ class JobFlow:
         self._queue.wake_next()
 
     def on_cancel(self, job_id: str) -> None:
-        """Cancellation was requested. Jobs that other workers have, or that are not fetched yet, find the request
-        when they are opened."""
+        """Cancel a job of this worker. Jobs that are not fetched yet find the request when they are opened."""
         run = self._edges.table.job(job_id)
         if run is None:
             self._edges.table.note_cancel(job_id)
@@ -73,7 +72,7 @@ class JobFlow:
                 self._engine.finish(choice.request_id, FinishReason.CANCELLED)
 
     def on_lost(self, partitions: Sequence[TopicPartition]) -> None:
-        """Others have these partitions now; what is in flight there is theirs to finish."""
+        """Abandon the jobs of these partitions: other workers have them now and finish the jobs."""
         runs = self._edges.table.of_partitions(partitions)
         for run in runs:
             self.abandon(run)
@@ -81,20 +80,20 @@ class JobFlow:
             log.info("jobs_handed_over", num_jobs=len(runs), num_partitions=len(partitions))
 
     def on_fenced(self, job_id: str, epoch: int) -> None:
-        """A newer attempt has the stream. The record stays incomplete: the owner of the partition settles it."""
+        """Stop a run that a newer attempt has fenced. The record stays incomplete; the partition's owner settles it."""
         self._edges.metrics.fenced.inc()
         run = self._edges.table.attempt(job_id, epoch)
         if run is None:
             return
         log.warning("job_superseded", job_id=job_id, epoch=epoch)
         self._stop_requests(run)
-        # Normally the loss of the partition follows and forgets this run. If it does not, the other attempt was
-        # not the partition's owner either, and the job must not be stuck.
+        # Usually the partition is lost next, which forgets this run. If not, the other attempt did not own the
+        # partition either, and the job must not be stuck.
         loop = asyncio.get_running_loop()
         loop.call_later(self._superseded_retry_s, self._retry, run)
 
     def abandon(self, run: JobRun) -> None:
-        """Stop working on a job without a word; its tokens so far stay in the log for the next attempt."""
+        """Stop working on a job without publishing anything; its tokens so far stay in the log for the next attempt."""
         run.abandoned = True
         self._stop_requests(run)
         if run.stream is not None:
@@ -133,22 +132,22 @@ class JobFlow:
         await self._completion.end(run, status_of(run))
 
     async def _guarded(self, run: JobRun, work: Coroutine[Any, Any, None]) -> None:
-        """A bug of ours ends the one job it showed up in."""
+        """End the one job in which our own code failed."""
         try:
             await work
         except Exception as error:
             if run.abandoned:
                 return
             if isinstance(error, DependencyError):
-                return  # Closing down; the record stays incomplete and is delivered again.
+                return  # On shutdown the record stays incomplete and is delivered again.
             log.exception("job_broke", job_id=run.job_id, origin=run.origin)
             await self._end_broken(run, error)
         finally:
             self._on_settled()
 
     async def _end_broken(self, run: JobRun, error: Exception) -> None:
-        """Ends a job that our own code failed on, each try smaller than the one before: whatever broke may break
-        again, and nothing that one record contains may keep its offset open."""
+        """End a job in which our own code failed. Each try uses less of the record, since the same error may come
+        again, and no record may keep its offset open."""
         self._stop_requests(run)
         run.choices = []
         reason = error

@@ -1,4 +1,4 @@
-"""What one worker knows of one job while it has it."""
+"""The state of one job in the worker that has it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,13 +34,14 @@ class ChoiceRun:
     finish: FinishReason | None = None
     error: str | None = None
     streamed_ahead: int = 0
-    """Characters that an earlier attempt already streamed beyond what the tokens alone release: it had
-    flushed held-back text at its end, but died before the job's."""
+    """Characters that an earlier attempt streamed beyond what the tokens alone release: it flushed held-back text
+    when the choice ended and died before the job did."""
 
     def take(self, token_ids: Sequence[int]) -> str:
-        """Add tokens up to the one that completes a stop string: how many steps came back at once must not show.
+        """Add tokens up to the one that completes a stop string, so that the number of steps returned at once does
+        not matter.
 
-        Returns the text they release that no attempt has streamed yet.
+        Returns the released text that no attempt has streamed yet.
         """
         released = []
         for token_id in token_ids:
@@ -51,12 +52,12 @@ class ChoiceRun:
         return self._unstreamed("".join(released))
 
     def close(self) -> str:
-        """The text that was still held back, when nothing more comes."""
+        """Return the text that was still held back, once no more tokens come."""
         return self._unstreamed(self.detokenizer.finish())
 
     def resume(self, token_ids: Sequence[int], streamed_text: str) -> bool:
-        """Start from an earlier attempt's tokens. False: its text is not what these tokens give, so they cannot
-        stand (another model or tokenizer wrote them)."""
+        """Start from an earlier attempt's tokens. False: these tokens do not give its text (another model or
+        tokenizer wrote them), so they are not used."""
         released = self.take(token_ids)
         if not streamed_text.startswith(released):
             return False
@@ -73,27 +74,26 @@ class ChoiceRun:
 
 @dataclass(slots=True, eq=False)
 class JobRun:
-    """One delivery on its way from the record to the completed offset. Times are on the monotonic clock."""
+    """One delivery, from the record to the completed offset. Times are on the monotonic clock."""
 
     delivery: Delivery
     begun_s: float
     begun_wall_s: float
     """The same moment on the deployment's wall clock."""
     arrival_s: float
-    """When the record was stamped, as far as that is a time and not in the future: the backlog's delay counts."""
+    """The record's timestamp, if it is valid and not in the future: the delay in the backlog counts."""
     date_ms: int
-    """For templates that print the date, the same for all attempts: of the record; where it has none, of the first
-    attempt."""
+    """The date for templates that print it, equal in all attempts: the record's, else that of the first attempt."""
     job: Job | None = None
     targets: Targets = NO_TARGETS
-    """The job's latency targets, its class's where it names none."""
+    """The job's latency targets; where it names none, those of its class."""
     job_id: str = ""
     stream: AttemptWriter | None = None
     """Writes the tokens, once the job's stream is ours."""
     number: int = 1
     """Which attempt this is, counted from 1."""
     grammar: str | None = None
-    """What response_format became. None: plain text."""
+    """The grammar of response_format. None: plain text."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_resumed_tokens: int = 0
@@ -104,12 +104,13 @@ class JobRun:
     cancelled: bool = False
     """Cancellation was requested; it is honoured at the next step, in whatever state the job is."""
     abandoned: bool = False
-    """Another worker has the job, or will have it: nothing is written for it any more."""
+    """Another worker has the job, or will have it: this one writes nothing more."""
     error: ErrorInfo | None = None
 
     @classmethod
     def begin(cls, delivery: Delivery, *, now_s: float, wall_s: float) -> "JobRun":
-        """A delivery that came at now_s on the monotonic clock, wall_s on the deployment's wall clock."""
+        """Begin the run of a delivery that arrived at now_s on the monotonic clock, wall_s on the deployment's wall
+        clock."""
         stamp_ms = record_time_ms(delivery.timestamp_ms)
         age_s = 0.0 if stamp_ms is None else max(0.0, wall_s - stamp_ms / 1000)
         return cls(
@@ -141,7 +142,7 @@ class JobRun:
 
     @property
     def origin(self) -> str:
-        """The record as `topic/partition/offset@timestamp`; a topic created anew repeats the first three."""
+        """The record as `topic/partition/offset@timestamp`; a recreated topic repeats the first three."""
         topic, partition, offset = self.record
         return f"{topic}/{partition}/{offset}@{self.delivery.timestamp_ms}"
 

@@ -17,7 +17,7 @@ hundred of 1."""
 
 
 class JobTable:
-    """Bounded by intake credit: one entry per delivery that is not complete."""
+    """Finds the jobs of this worker. Bounded by intake credit: one entry per delivery that is not complete."""
 
     def __init__(self) -> None:
         self._by_record: dict[tuple[str, int, int], JobRun] = {}
@@ -29,10 +29,10 @@ class JobTable:
         """Jobs that the scheduler does not know yet."""
         self._num_undecoded = 0
         self._num_decoded_choices = 0
-        """Choices of the jobs in intake that are decoded."""
+        """Choices of the decoded jobs in intake."""
         self._peak_choices = 1.0
         self.mean_prompt_tokens = 1
-        """Running mean over the jobs tokenized so far: what a job not yet seen is expected to cost."""
+        """Running mean of prompt tokens over the jobs tokenized so far: the expected cost of the next job."""
         self._unmatched_cancels: set[str] = set()
 
     def __len__(self) -> int:
@@ -40,13 +40,13 @@ class JobTable:
 
     @property
     def num_choices_expected(self) -> int:
-        """How many choices a job not yet decoded will have: the most that one had lately. Too few costs a wait in the
-        admission queue, too many costs another poll; neither leaves a slot empty."""
+        """How many choices a job not yet decoded is expected to have: the most that a recent one had. Too low a value
+        costs a wait in the admission queue, too high a value another poll; neither leaves a slot empty."""
         return round(self._peak_choices)
 
     @property
     def num_requests_in_intake(self) -> int:
-        """What the jobs in intake will ask of the scheduler."""
+        """The requests that the jobs in intake are expected to add to the scheduler."""
         return self._num_decoded_choices + self._num_undecoded * self.num_choices_expected
 
     def __iter__(self) -> Iterator[JobRun]:
@@ -57,7 +57,7 @@ class JobTable:
         self._empty.clear()
 
     def name(self, run: JobRun, job_id: str, opened: Opened) -> None:
-        """The job's id is known and its stream is ours."""
+        """Register a job whose id is known and whose stream this worker writes."""
         run.job_id, run.stream, run.number = job_id, opened.stream, opened.attempts
         if not run.has_time:
             run.date_ms = opened.began_ms
@@ -69,7 +69,7 @@ class JobTable:
         )
 
     def note_cancel(self, job_id: str) -> None:
-        """A cancellation for a job we do not know by id; it may be one whose stream is just being opened."""
+        """Remember a cancellation for an unknown id: the job's stream may just be being opened."""
         if self.num_in_intake:
             self._unmatched_cancels.add(job_id)
 
@@ -81,7 +81,7 @@ class JobTable:
         self._num_undecoded += 1
 
     def decoded(self, run: JobRun, job: Job) -> None:
-        """A record in intake is a job."""
+        """Note that a record in intake has been decoded."""
         run.job, run.job_id = job, job.id
         self._num_undecoded -= 1
         self._num_decoded_choices += job.n
@@ -89,7 +89,7 @@ class JobTable:
         self._peak_choices = job.n + above * (1 - PEAK_DECAY)
 
     def park(self, run: JobRun) -> None:
-        """The job waits for another one with its id: it asks nothing of the scheduler for now."""
+        """Note that the job waits for another one with its id: it needs no place in the scheduler for now."""
         self.num_in_intake -= 1
         self._num_decoded_choices -= run.job.n if run.job is not None else 0
 
@@ -107,7 +107,7 @@ class JobTable:
             self._unmatched_cancels.clear()
 
     def add_requests(self, run: JobRun) -> None:
-        """Requests for the choices that are still to be generated."""
+        """Make requests for the choices that are still to be generated."""
         for choice in run.choices:
             if choice.finish is None:
                 self._by_request[choice.request_id] = (run, choice)
@@ -122,12 +122,12 @@ class JobTable:
         return self._by_job_id.get(job_id)
 
     def attempt(self, job_id: str, epoch: int) -> JobRun | None:
-        """The run that writes, or wrote, the job's stream in this epoch. Not the one that `job` finds once another
-        record with the id is here as well."""
+        """Return the run that writes, or wrote, the job's stream in this epoch. `job` may find another one, when two
+        records with the id are here."""
         return next((run for run in self if run.job_id == job_id and run.epoch == epoch), None)
 
     def holds(self, run: JobRun) -> bool:
-        """Whether the record of this run still has to be settled by it."""
+        """Tell whether this run still has to settle its record."""
         return self._by_record.get(run.record) is run
 
     def remove(self, run: JobRun) -> None:
@@ -146,7 +146,7 @@ class JobTable:
         return [run for run in self if (run.delivery.topic, run.delivery.partition) in lost]
 
     def open_job_ids(self) -> list[str]:
-        """Ids of the jobs whose streams this worker writes."""
+        """Return the ids of the jobs whose streams this worker writes."""
         return [run.job_id for run in self if run.stream is not None]
 
     async def when_empty(self) -> None:

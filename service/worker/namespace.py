@@ -23,13 +23,13 @@ ASK_TIMEOUT_S = 10.0
 
 
 class SharedClock:
-    """Wall time by the clock of the Redis server: a worker whose own is wrong neither expires jobs nor has its
-    results refused."""
+    """The Redis server's wall clock: a worker whose own clock is wrong neither expires jobs nor has its results
+    refused."""
 
     def __init__(self, own: Callable[[], float] = time.time) -> None:
         self._own = own
         self.offset_s = 0.0
-        """What has to be added to this process's clock."""
+        """Seconds to add to this process's clock."""
 
     def __call__(self) -> float:
         """Seconds since 1970."""
@@ -41,10 +41,10 @@ class SharedClock:
 
 
 class NamespaceClaim:
-    """Keys in Redis carry a namespace and nothing else of a deployment, so only one may use it at a time.
+    """Claims the namespace. It is all that keys in Redis say about a deployment, so only one may use it at a time.
 
-    A deployment is a Kafka cluster, a group and its topics. Its workers share the claim; it ends by itself some
-    seconds after the last of them.
+    A deployment is a Kafka cluster, a group and its topics. Its workers share the claim; it expires some seconds
+    after the last of them stops.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class NamespaceClaim:
         self._publisher = publisher
         self._clock = clock
         self.held = False
-        """No job may be opened before it is."""
+        """True once claimed; no job may be opened before."""
 
     async def run(self) -> None:
-        """Claims and keeps claiming, for ever; cancel it to stop. Raises SettingsError when another deployment has
+        """Claim the namespace and renew the claim until cancelled. Raises SettingsError when another deployment has
         the namespace."""
         identity = await self._identity()
         while True:
@@ -66,7 +66,7 @@ class NamespaceClaim:
             try:
                 holder, server_s = await self._publisher.claim(identity)
             except ResponseError as error:
-                holder, server_s = str(error), 0.0  # Not a deployment's: a key of another program.
+                holder, server_s = str(error), 0.0  # The key belongs to another program.
             if holder is not None:
                 self.held = False
                 raise SettingsError(self._refusal(identity, holder))
@@ -87,7 +87,7 @@ class NamespaceClaim:
                     cluster = await cluster_id(self._kafka)
                 break
             except (KafkaError, OSError, TimeoutError):
-                await asyncio.sleep(RETRY_S)  # The consumer says in the log that Kafka is away.
+                await asyncio.sleep(RETRY_S)  # The consumer logs that Kafka is away.
         parts = {
             "Kafka cluster": cluster,
             "group": self._kafka.group_id,

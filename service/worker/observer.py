@@ -1,4 +1,4 @@
-"""Feeds the metrics: per step what only a step knows, once a second what can be looked up."""
+"""Updates the metrics: some after every step, the others once a second."""
 
 import asyncio
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class Observer:
         self._counted: dict[str, float] = {}
 
     def step(self, plan: StepPlan, result: StepResult) -> None:
-        """One step came back (event loop)."""
+        """Record one finished step (event loop)."""
         metrics = self._metrics
         metrics.step_time.observe(result.step_time_s)
         metrics.batch_size.observe(len(plan.rows))
@@ -35,7 +35,7 @@ class Observer:
             )
 
     async def run(self, wall_clock: Callable[[], float]) -> None:
-        """Sample for ever; cancel it to stop."""
+        """Sample until cancelled."""
         while True:
             await asyncio.sleep(SAMPLE_INTERVAL_S)
             self._sample_scheduler(self._engine.scheduler.stats())
@@ -59,7 +59,7 @@ class Observer:
         metrics, consumer, publisher = self._metrics, self._consumer.stats(), self._publisher
         metrics.incomplete_offsets.set(consumer.incomplete)
         head_ms = consumer.head_timestamp_ms
-        head_age_s = wall_s - head_ms / 1000 if head_ms and head_ms > 0 else 0.0  # 0, -1: stamped by nobody
+        head_age_s = wall_s - head_ms / 1000 if head_ms and head_ms > 0 else 0.0  # 0, -1: no timestamp
         metrics.head_of_line_age.set(max(0.0, head_age_s))
         metrics.consumer_rebuilds.inc(self._grown("rebuilds", consumer.rebuilds))
         metrics.rebalances.inc(self._grown("assignments", consumer.assignments))
@@ -71,7 +71,7 @@ class Observer:
         metrics.dependency_up.labels(dependency="redis").set(publisher.healthy)
 
     def _grown(self, name: str, total: float) -> float:
-        """By how much a total of another part has grown since it was last asked for."""
+        """Return by how much another part's total has grown since the last call."""
         grown = total - self._counted.get(name, 0)
         self._counted[name] = total
         return grown

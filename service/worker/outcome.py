@@ -1,4 +1,4 @@
-"""What a job came to: its status, its result, and what its end event says."""
+"""The outcome of a job: its status, its result and its end event."""
 
 from typing import Literal
 
@@ -42,7 +42,7 @@ def status_of(run: JobRun) -> Status:
 
 
 def error_of(run: JobRun, status: Status) -> ErrorInfo | None:
-    """What an unfinished job's result says about why."""
+    """Return the error in the result of a job that did not complete."""
     if run.error is not None:
         return run.error
     if status == "failed":
@@ -65,7 +65,7 @@ def usage_of(run: JobRun) -> Usage:
 
 
 def timings_of(run: JobRun, now_s: float) -> Timings:
-    """Seconds since the record was stamped; TPOT over the longest choice, tokens of this attempt only."""
+    """Return seconds since the record's timestamp; TPOT is of the longest choice, for this attempt's tokens."""
     ttft_s = tpot_s = queued_s = None
     if run.first_step_s is not None:
         queued_s = run.first_step_s - run.arrival_s
@@ -79,7 +79,7 @@ def timings_of(run: JobRun, now_s: float) -> Timings:
 
 
 def slo_of(timings: Timings, targets: Targets, status: Status) -> SloOutcome:
-    """Whether each target was met. A job that did not complete met none of those it had."""
+    """Tell whether each target was met. A job that did not complete met none of its targets."""
     ttft_met = tpot_met = None
     if targets.ttft_s is not None:
         ttft_met = status == "completed" and timings.ttft_s is not None and timings.ttft_s <= targets.ttft_s
@@ -89,7 +89,7 @@ def slo_of(timings: Timings, targets: Targets, status: Status) -> SloOutcome:
 
 
 def result_of(run: JobRun, status: Status, *, worker: str, now_s: float) -> Result:
-    """The terminal record."""
+    """Make the job's result."""
     job, timings = run.job, timings_of(run, now_s)
     return Result(
         id=run.job_id,
@@ -125,7 +125,7 @@ UNREADABLE_CODES = frozenset(
 
 
 def ending_of(result: Result) -> Ending:
-    """What the end event says of a job with this result. A refusal leaves the id free for another record."""
+    """Return the end event's fields for this result. A refusal leaves the id free for another record."""
     error = result.error
     unreadable = result.status == "failed" and error is not None and error.code in UNREADABLE_CODES
     first = result.choices[0].finish_reason if result.choices else None

@@ -1,6 +1,6 @@
-"""What each step brought: tokens become text, text becomes deltas, finished jobs go to their completion.
+"""Handles the tokens of each step: decodes them, streams the deltas and completes finished jobs.
 
-Runs on the event loop while the next step computes; its cost per token is what streaming costs.
+Runs on the event loop while the next step computes; its cost per token is the cost of streaming.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,14 +21,14 @@ class Output:
         token_text: Callable[[int], str],
         on_finished: Callable[[JobRun], None],
     ) -> None:
-        """`token_text` names a token beside its log-probability."""
+        """`token_text` names a token for its log-probability."""
         self._edges = edges
         self._engine = engine
         self._token_text = token_text
         self._on_finished = on_finished
 
     def take(self, updates: Sequence[RequestUpdate]) -> None:
-        """All updates of one step."""
+        """Handle all updates of one step."""
         now_s = self._edges.clock()
         num_tokens = 0
         for update in updates:
@@ -42,7 +42,7 @@ class Output:
             self._edges.metrics.output_tokens.inc(num_tokens)
 
     def note_step(self, plan: StepPlan, started_s: float) -> None:
-        """Remember when a job first got into a step; rows that prefill are the only ones that can be new."""
+        """Note when a job first ran in a step; only rows that prefill can be new."""
         for row in reversed(plan.rows):
             if row.num_generated_tokens and len(row.token_ids) == 1:
                 break
@@ -67,7 +67,7 @@ class Output:
         elif update.finish is not None:
             choice.finish, choice.error = update.finish, update.error
             text += choice.close()
-        # The largest of any choice: they share the prompt, and a stop string ends one before its last update.
+        # The maximum over choices: they share the prompt, and a stop string ends one before its last update.
         run.num_cached_tokens = max(run.num_cached_tokens, update.num_cached_tokens)
         if (text or update.new_token_ids) and run.stream is not None:
             run.stream.delta(choice.index, text, tuple(choice.token_ids[num_before:]), logprobs)
@@ -79,7 +79,7 @@ class Output:
                 self._on_finished(run)
 
     def _stop_siblings(self, run: JobRun) -> None:
-        """The job has failed: its other choices are not needed any more."""
+        """Stop the other choices of a failed job."""
         for choice in run.choices:
             if choice.finish is None:
                 self._engine.finish(choice.request_id, FinishReason.CANCELLED)

@@ -1,4 +1,4 @@
-"""Is the process sound, and does work move? Progress counts, not connections."""
+"""Tells whether the process is healthy and work makes progress; open connections alone do not count."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from service.worker.assembly import Parts
 
 STALLED_AFTER_S = 30.0
-"""A step that has not come back for this long, or work that got no step."""
+"""Limit for a step without a result, and for work without a step."""
 
 
 class Readiness:
-    """Answers the probes; before `watch` is called the worker is loading."""
+    """Answers the probes; the worker is loading until `watch` is called."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -22,7 +22,7 @@ class Readiness:
         self._parts = parts
 
     def health(self) -> Mapping[str, str]:
-        """Why the process should be replaced; empty: it should not."""
+        """Return reasons to replace the process; empty: healthy."""
         reasons: dict[str, str] = {}
         if self.broken is not None:
             reasons["worker"] = self.broken
@@ -32,7 +32,7 @@ class Readiness:
         return reasons
 
     def reasons(self) -> Mapping[str, str]:
-        """Why no work moves; empty: the worker is ready."""
+        """Return why work makes no progress; empty: the worker is ready."""
         reasons = dict(self.health())
         if self._parts is None:
             reasons["model"] = "loading"
@@ -47,7 +47,7 @@ class Readiness:
         return reasons
 
     def _stalled(self) -> str | None:
-        """Names what holds the engine up."""
+        """Name what blocks the engine."""
         if self._parts is None:
             return None
         engine = self._parts.engine

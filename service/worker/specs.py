@@ -16,30 +16,31 @@ from service.wire import Job
 from service.worker.job_run import ChoiceRun, JobRun, Targets
 
 LONG_TEXT_CHARS: Final = 1 << 14
-"""Takes about 10 ms, which is what a job behind it waits; a record's full 1 MiB takes a second."""
+"""Takes about 10 ms, during which later jobs wait; a full record of 1 MiB takes a second."""
 
 
 class TextLanes(NamedTuple):
-    """One thread each, so that texts are taken in the order of arrival."""
+    """One thread each, so that texts are tokenized in order of arrival."""
 
     short: Executor
     long: Executor
 
 
 class PromptEncoder:
-    """Templates and tokenization. Long texts wait for each other; a short one waits for short ones alone."""
+    """Renders templates and tokenizes. Long texts wait for each other; a short one waits only for short ones."""
 
     def __init__(self, tokenizer: Tokenizer, lanes: TextLanes, *, max_tokens: int) -> None:
-        """`max_tokens` is the model's length: no longer prompt can be run."""
+        """`max_tokens` is the model's length, the limit of a prompt."""
         self._tokenizer = tokenizer
         self._lanes = lanes
         self._max_tokens = max_tokens
 
     async def encode(self, job: Job, date_ms: int) -> tuple[int, ...]:
-        """Raises JobError for a prompt that the model's template refuses, or that cannot fit into its length."""
+        """Return the prompt's ids. Raises JobError when the model's template refuses the prompt or it exceeds the
+        model's length."""
         is_long = _num_chars(job) > LONG_TEXT_CHARS
         lane = self._lanes.long if is_long else self._lanes.short
-        # Of a short text that does not fit, the scheduler can tell how many tokens it has.
+        # A short text that does not fit is tokenized, so that the scheduler's refusal can name its tokens.
         max_tokens = self._max_tokens if is_long else None
         return await asyncio.get_running_loop().run_in_executor(
             lane, encode_prompt, job, self._tokenizer, date_ms, max_tokens
@@ -51,10 +52,10 @@ def _num_chars(job: Job) -> int:
 
 
 def encode_prompt(job: Job, tokenizer: Tokenizer, date_ms: int, max_tokens: int | None) -> tuple[int, ...]:
-    """The prompt's ids; runs off the event loop.
+    """Return the prompt's ids; runs off the event loop.
 
-    A template that writes the date writes that of `date_ms`. Raises JobError; given `max_tokens`, at once for a text
-    that cannot fit in so many.
+    A template that prints the date prints that of `date_ms`. Raises JobError; with `max_tokens` at once for a text
+    that cannot fit.
     """
     if job.prompt_token_ids is not None:
         return tuple(job.prompt_token_ids)

@@ -24,11 +24,12 @@ from service.worker.specs import TextLanes
 log = structlog.get_logger(__name__)
 
 HANDBACK_S = 5.0
-"""Part of the drain's grace that is kept for the last commit and for leaving the group."""
+"""Part of the drain's grace period reserved for the last commit and for leaving the group."""
 
 
 class Worker:
-    """Runs once. `run` returns after a drain and raises when the model cannot be loaded or a part broke."""
+    """Loads, serves and drains, once. `run` returns after a drain and raises when the model cannot be loaded or a
+    part fails."""
 
     def __init__(self, settings: Settings, metrics: Metrics | None = None) -> None:
         self._settings = settings
@@ -45,7 +46,7 @@ class Worker:
         self._failure: Exception | None = None
 
     def stop(self) -> None:
-        """Drain and end (SIGTERM). A second call hands back at once what still runs."""
+        """Drain and stop (SIGTERM). A second call hands back running jobs at once."""
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()
@@ -104,7 +105,7 @@ class Worker:
             raise
 
     async def _serve(self, parts: Parts) -> None:
-        """Returns after a drain; raises what a part that ended by itself raised, after the others were closed."""
+        """Return after a drain. If a part ends by itself, close the others and raise its error."""
         self.parts = parts
         self.readiness.watch(parts)
         async with asyncio.TaskGroup() as group:
@@ -112,14 +113,14 @@ class Worker:
             def start(work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
                 return group.create_task(self._supervised(work, name), name=name)
 
-            # Each of these ends when its part is stopped …
+            # These end when their part is stopped.
             stopping = [
                 start(parts.engine.run(), "engine"),
                 start(parts.publisher.run(), "publisher"),
                 start(parts.producer.run(), "producer"),
                 start(parts.consumer.run(), "consumer"),
             ]
-            # … and these go on until they are cancelled.
+            # These run until they are cancelled.
             endless = [
                 start(parts.listener.run(), "cancel-listener"),
                 start(parts.claim.run(), "namespace-claim"),
@@ -139,7 +140,7 @@ class Worker:
             raise self._failure
 
     async def _supervised(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """A part that ends before it is told to stops the worker, which closes the others in order."""
+        """Stop the worker when a part ends by itself; the others are closed in order."""
         failure: Exception | None = None
         try:
             await work
@@ -165,7 +166,7 @@ class Worker:
         )
 
     async def _drain(self, parts: Parts) -> None:
-        """Finish what fits the grace period; the rest is handed back by not completing it."""
+        """Finish what fits into the grace period; other jobs stay incomplete, so another worker gets them."""
         self.readiness.draining = True
         grace_s = max(0.0, self._settings.drain_grace_s - HANDBACK_S)
         log.info("draining", num_jobs=len(parts.table), grace_s=grace_s)
@@ -181,7 +182,7 @@ class Worker:
     async def _close(
         self, parts: Parts, stopping: "list[asyncio.Task[None]]", endless: "list[asyncio.Task[None]]"
     ) -> None:
-        """Commit, leave the group, end every part. Bounded by the parts' own timeouts."""
+        """Commit, leave the group and stop every part. Bounded by the parts' own timeouts."""
         self._closing = True
         parts.flow.abandon_all()
         await parts.consumer.close(HANDBACK_S)

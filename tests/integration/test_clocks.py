@@ -22,7 +22,7 @@ def ahead(by_s: float) -> Callable[[], float]:
 
 
 @pytest.mark.parametrize("by_s", [THREE_HOURS_S, -THREE_HOURS_S])
-async def test_a_worker_whose_clock_is_wrong_serves_as_any_other(
+async def test_a_worker_whose_clock_is_wrong_serves_like_any_other(
     kafka: KafkaBroker, redis_server: RedisServer, by_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.worker.assembly.SharedClock", lambda: SharedClock(ahead(by_s)))
@@ -38,7 +38,7 @@ async def test_a_worker_whose_clock_is_wrong_serves_as_any_other(
     assert all((result.timings.e2e_s or 0.0) < 60 for result in results.values())
 
 
-async def test_control_by_its_own_clock_alone_every_deadline_would_have_passed(
+async def test_control_by_the_workers_own_clock_every_deadline_would_have_passed(
     kafka: KafkaBroker, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.worker.assembly.SharedClock", lambda: SharedClock(ahead(THREE_HOURS_S)))
@@ -63,7 +63,7 @@ async def test_a_timestamp_that_the_broker_refuses_is_left_out_and_breaks_no_con
 
 
 @pytest.mark.parametrize("stamp", [-1, 0, 1, 1_790_000_000, 1_790_000_000_000_000, 253_402_300_800_000])
-async def test_a_stamp_that_is_no_time_makes_no_job_old_or_broken(
+async def test_an_invalid_timestamp_makes_no_job_old_or_broken(
     kafka: KafkaBroker, redis_server: RedisServer, stamp: int
 ) -> None:
     service = await new_service(

@@ -62,7 +62,7 @@ async def test_a_second_deployment_in_the_same_namespace_refuses_to_start_in_one
     assert "\n" not in message
 
 
-async def test_deployments_with_namespaces_of_their_own_share_ids_and_nothing_else(
+async def test_deployments_with_separate_namespaces_may_use_the_same_ids(
     kafka: KafkaBroker, redis_server: RedisServer
 ) -> None:
     one, two = await new_service(kafka, redis_server), await new_service(kafka, redis_server)

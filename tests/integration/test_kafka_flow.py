@@ -38,7 +38,7 @@ async def test_credit_bounds_what_is_fetched(kafka: KafkaBroker) -> None:
         assert worker.consumer.stats().pauses > 0
 
 
-async def test_control_without_credit_the_backlog_is_swallowed(kafka: KafkaBroker) -> None:
+async def test_control_without_credit_the_whole_backlog_is_fetched(kafka: KafkaBroker) -> None:
     topic = await kafka.new_topic()
     await publish(kafka, topic, numbers(60))
     async with member(config_for(kafka, topic), capacity=1_000_000) as worker:
@@ -141,7 +141,7 @@ async def test_hazard_job_longer_than_max_poll_interval_and_member_without_parti
     assert await outlast_max_poll_interval(kafka) == (2, 0, 0)
 
 
-async def test_control_members_that_do_not_poll_are_thrown_out(
+async def test_control_members_that_do_not_poll_are_evicted(
     kafka: KafkaBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def do_not_poll(self: Poller, consumer: Any, fetchable: list[Any], credit: int) -> None:
@@ -187,7 +187,7 @@ async def test_a_busy_partition_does_not_starve_the_others(kafka: KafkaBroker) -
         assert worker.values().count(b"bulk") < 100
 
 
-async def test_stop_takes_nothing_more_but_stays_and_commits(kafka: KafkaBroker) -> None:
+async def test_a_stopped_consumer_takes_no_more_records_but_stays_and_commits(kafka: KafkaBroker) -> None:
     topic = await kafka.new_topic()
     await publish(kafka, topic, numbers(1))
     config = config_for(kafka, topic)

@@ -44,7 +44,7 @@ async def committed_is(config: KafkaConfig, offset: int, completed: tuple[tuple[
     await committed_when(config, lambda found: (found.offset, found.completed) == (offset, completed))
 
 
-async def test_map_round_trip_the_next_owner_gets_only_what_is_incomplete(kafka: KafkaBroker) -> None:
+async def test_map_round_trip_the_next_owner_gets_only_incomplete_jobs(kafka: KafkaBroker) -> None:
     config = config_for(kafka, await kafka.new_topic())
     await publish(kafka, config.jobs_topic, numbers(10))
     async with member(config) as first:
@@ -144,7 +144,7 @@ async def test_hazard_transaction_markers_do_not_hold_the_commit_back(kafka: Kaf
         await committed_is(config, 6)
 
 
-async def test_hazard_map_too_large_holds_fetching_back_and_loses_nothing(kafka: KafkaBroker) -> None:
+async def test_hazard_a_map_that_is_too_large_pauses_fetching_and_loses_nothing(kafka: KafkaBroker) -> None:
     config = config_for(kafka, await kafka.new_topic())
     count = 4_000
     await publish(kafka, config.jobs_topic, numbers(count), linger_ms=5)
@@ -205,7 +205,7 @@ async def test_committed_offset_that_retention_removed_starts_at_the_beginning(k
         assert second.values() == [b"3", b"5"]
 
 
-async def test_topic_created_anew_under_a_running_consumer_is_read_from_its_beginning(
+async def test_a_topic_recreated_under_a_running_consumer_is_read_from_its_beginning(
     kafka: KafkaBroker,
 ) -> None:
     config = config_for(kafka, await kafka.new_topic())
@@ -228,7 +228,7 @@ async def test_topic_created_anew_under_a_running_consumer_is_read_from_its_begi
         await committed_is(config, 2)
 
 
-async def test_hazard_completion_while_a_commit_is_under_way_is_committed_by_the_next(
+async def test_hazard_a_completion_during_a_commit_is_committed_by_the_next(
     kafka: KafkaBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_for(kafka, await kafka.new_topic())

@@ -195,7 +195,9 @@ async def test_sends_in_flight_are_bounded(kafka: KafkaBroker) -> None:
     await running
 
 
-async def test_record_too_large_for_the_topic_names_the_limit_and_harms_nobody(kafka: KafkaBroker) -> None:
+async def test_a_record_too_large_for_the_topic_names_the_limit_and_affects_no_other(
+    kafka: KafkaBroker,
+) -> None:
     config = config_for(kafka, "unused", results_topic=await kafka.new_topic(max_message_bytes="100000"))
     producer = running_producer(config)
     for too_large in (os.urandom(200_000), bytes(config.max_message_bytes + 1)):
@@ -227,7 +229,7 @@ async def test_a_record_that_the_broker_keeps_refusing_ends_the_producer_with_th
     await producer.stop()
 
 
-async def test_an_optional_record_that_its_topic_refuses_costs_its_neighbours_nothing(
+async def test_an_optional_record_that_its_topic_refuses_affects_no_other(
     kafka: KafkaBroker,
 ) -> None:
     topic = await kafka.new_topic(cleanup_policy="compact")
@@ -242,7 +244,7 @@ async def test_an_optional_record_that_its_topic_refuses_costs_its_neighbours_no
     await producer.stop()
 
 
-async def test_a_record_that_is_not_wanted_any_more_is_withdrawn_while_the_broker_is_away(
+async def test_a_record_no_longer_wanted_is_withdrawn_while_the_broker_is_away(
     outage: KafkaBroker,
 ) -> None:
     kafka = outage

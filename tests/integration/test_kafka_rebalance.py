@@ -40,7 +40,7 @@ async def share_with_a_second_member(kafka: KafkaBroker) -> tuple[Member, Member
     return first, second
 
 
-async def test_rebalance_keeps_what_is_in_flight_in_kept_partitions_and_moves_only_incomplete(
+async def test_rebalance_keeps_work_in_flight_in_kept_partitions_and_moves_only_incomplete_jobs(
     kafka: KafkaBroker,
 ) -> None:
     first, second = await share_with_a_second_member(kafka)

@@ -13,7 +13,7 @@ def transactional(kafka: KafkaBroker) -> AIOKafkaProducer:
     return AIOKafkaProducer(bootstrap_servers=kafka.bootstrap, transactional_id=kafka.unique("transaction"))
 
 
-async def test_only_committed_records_are_delivered_and_the_rest_is_stepped_over(kafka: KafkaBroker) -> None:
+async def test_only_committed_records_are_delivered_and_the_others_are_skipped(kafka: KafkaBroker) -> None:
     config = config_for(kafka, await kafka.new_topic(), stall_timeout_s=0.5)
     async with transactional(kafka) as first, transactional(kafka) as second:
         for value in (b"aborted 1", b"aborted 2"):

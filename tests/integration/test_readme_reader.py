@@ -78,7 +78,7 @@ async def test_a_redis_that_forgets_everything_before_another_worker_takes_over(
     assert shown.endswith(f"\n{WHOLE}\n"), "the attempts' epochs differ, so the text begins anew"
 
 
-async def test_a_redis_that_forgets_everything_while_its_worker_goes_on(
+async def test_a_redis_that_forgets_everything_while_its_worker_continues(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
     async with running_publisher(redis_server.url) as publisher:
@@ -96,7 +96,7 @@ async def test_a_redis_that_forgets_everything_while_its_worker_goes_on(
 
 
 @pytest.mark.parametrize("lost", ["everything", "the log"])
-async def test_a_stream_that_is_lost_and_never_comes_back_ends_the_reader_loudly(
+async def test_a_stream_that_is_lost_for_good_ends_the_reader_with_an_error(
     redis_server: RedisServer, tmp_path: Path, lost: str
 ) -> None:
     async with running_publisher(redis_server.url) as publisher:

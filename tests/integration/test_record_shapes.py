@@ -61,7 +61,7 @@ async def test_a_record_without_key_and_value_is_refused_once(
 
 
 @pytest.mark.parametrize("codec", CODECS)
-async def test_header_names_that_are_not_utf8_are_read_all_the_same(
+async def test_header_names_that_are_not_utf8_are_read(
     kafka: KafkaBroker, redis_server: RedisServer, codec: str
 ) -> None:
     service = await new_service(kafka, redis_server, partitions=1)

@@ -27,7 +27,7 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-async def test_a_mended_job_runs_under_the_id_of_the_refused_one(
+async def test_a_corrected_job_runs_under_the_id_of_the_refused_one(
     kafka: KafkaBroker, redis_server: RedisServer, why: str
 ) -> None:
     service = await new_service(kafka, redis_server, partitions=1)
@@ -80,7 +80,7 @@ async def together(service: ServiceUnderTest, first: bytes, *, partitions: tuple
 
 @pytest.mark.parametrize("partitions", [(0, 0), (1, 0), (0, 1)])
 @pytest.mark.parametrize("why", ["unknown field", "infeasible", "broken JSON"])
-async def test_a_mended_job_runs_though_it_is_fetched_together_with_the_refused_one(
+async def test_a_corrected_job_runs_even_if_fetched_together_with_the_refused_one(
     kafka: KafkaBroker, redis_server: RedisServer, why: str, partitions: tuple[int, int]
 ) -> None:
     """Whichever of the two opens the id first: that one's fate is not known yet."""
@@ -90,7 +90,7 @@ async def test_a_mended_job_runs_though_it_is_fetched_together_with_the_refused_
     assert statuses.count("completed") == 1
 
 
-async def test_a_mended_job_waits_for_the_refusal_of_a_record_whose_worker_died(
+async def test_a_corrected_job_waits_for_the_refusal_of_a_record_whose_worker_died(
     kafka: KafkaBroker, redis_server: RedisServer
 ) -> None:
     """The dead worker had opened the id, and not refused the record yet."""

@@ -66,7 +66,7 @@ async def test_a_consumer_that_fails_in_an_unexpected_way_is_replaced(
     assert (await asyncio.wait_for(awaited, LIMIT_S)).id == "job"
 
 
-async def test_a_consumer_that_was_stopped_behind_its_back_is_replaced(
+async def test_a_consumer_stopped_from_outside_is_replaced(
     config: KafkaConfig, follower: ResultFollower
 ) -> None:
     awaited = follower.expect("job")
@@ -76,7 +76,7 @@ async def test_a_consumer_that_was_stopped_behind_its_back_is_replaced(
     assert (await asyncio.wait_for(awaited, LIMIT_S)).id == "job"
 
 
-async def test_waiters_are_told_when_no_consumer_works(
+async def test_waiters_get_an_error_when_no_consumer_works(
     follower: ResultFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail() -> None:

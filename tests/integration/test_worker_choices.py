@@ -89,7 +89,7 @@ async def test_a_cancelled_job_takes_all_its_choices_with_it(
     assert num_held(worker) == 0
 
 
-async def test_after_kill_nine_every_choice_goes_on_where_its_stream_stopped(
+async def test_after_kill_nine_every_choice_continues_where_its_stream_stopped(
     kafka: KafkaBroker, redis_server: RedisServer
 ) -> None:
     service = await new_service(kafka, redis_server, partitions=1)
@@ -115,7 +115,7 @@ FULL = {"max_num_seqs": "16", "max_waiting": "16"}
 """Slots for one job of 16 choices, places in the queue for another; more of them come in and stand in line."""
 
 
-async def test_hazard_a_backlog_of_many_choices_is_no_reason_to_refuse_any(
+async def test_hazard_a_backlog_of_many_choices_refuses_none(
     kafka: KafkaBroker, redis_server: RedisServer
 ) -> None:
     """Before the worker starts, so that its first poll brings more of them than it can have guessed."""
@@ -130,7 +130,7 @@ async def test_hazard_a_backlog_of_many_choices_is_no_reason_to_refuse_any(
     assert num_held(worker) == 0
 
 
-async def test_jobs_in_line_end_or_move_on_like_all_others(
+async def test_jobs_in_the_admission_queue_end_or_move_on_like_all_others(
     kafka: KafkaBroker, redis_server: RedisServer
 ) -> None:
     """One runs, one fills the queue, and the line behind them is cancelled, late, and handed on at the drain."""

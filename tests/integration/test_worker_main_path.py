@@ -122,7 +122,7 @@ async def test_n_choices_share_one_stream_and_one_result(
     assert stream.verdict.complete
 
 
-async def test_a_retried_record_is_suppressed_and_another_job_under_its_id_cannot_replace_its_result(
+async def test_a_retried_record_is_suppressed_and_another_job_with_its_id_cannot_replace_its_result(
     kafka: KafkaBroker, redis_server: RedisServer
 ) -> None:
     service = await new_service(kafka, redis_server, partitions=1)
@@ -143,7 +143,7 @@ async def test_a_retried_record_is_suppressed_and_another_job_under_its_id_canno
     assert orjson.loads(letters[0].value or b"")["prompt"] == "an impostor"
 
 
-async def test_drain_finishes_what_fits_and_hands_back_the_rest_unharmed(
+async def test_drain_finishes_the_jobs_that_fit_and_hands_back_the_others(
     kafka: KafkaBroker, redis_server: RedisServer
 ) -> None:
     service = await new_service(kafka, redis_server, partitions=1)
@@ -165,7 +165,7 @@ async def test_drain_finishes_what_fits_and_hands_back_the_rest_unharmed(
     assert stream.verdict.complete
 
 
-async def test_tokens_of_another_tokenizer_are_dropped_and_readers_are_told(
+async def test_tokens_of_another_tokenizer_are_dropped_and_readers_see_it(
     kafka: KafkaBroker, redis_server: RedisServer
 ) -> None:
     service = await new_service(kafka, redis_server, partitions=1)

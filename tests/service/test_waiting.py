@@ -26,7 +26,7 @@ async def test_a_cancellation_that_arrives_as_a_write_completes_is_not_lost() ->
         await task
 
 
-async def test_a_timeout_of_its_own_is_not_mistaken_for_a_cancellation() -> None:
+async def test_a_timeout_inside_the_work_is_not_mistaken_for_a_cancellation() -> None:
     with cancellation_kept():
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):

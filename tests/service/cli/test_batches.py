@@ -93,7 +93,7 @@ def test_refused_batch_line_on_the_topic_is_filed_under_the_id_made_from_its_cus
         assert json.loads(tailrace("tail", name, "--json").stdout.splitlines()[-1])["status"] == "rejected"
 
 
-def test_job_under_an_id_of_another_job_is_told(tailrace: Tailrace) -> None:
+def test_a_job_under_the_id_of_another_job_is_reported(tailrace: Tailrace) -> None:
     assert tailrace("submit", "-", "--wait", stdin=_job("b5")).returncode == 0
     ended = tailrace("submit", "-", "--wait", stdin=_job("b5", "another prompt"))
     assert json.loads(ended.stdout)["error"]["code"] == "duplicate_id"

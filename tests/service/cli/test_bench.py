@@ -204,7 +204,7 @@ def test_request_that_never_fits_is_one_clear_line() -> None:
     assert len(ended.stderr.splitlines()) == 1
 
 
-def test_disturbed_runs_are_told_apart_from_calm_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_disturbed_runs_are_distinguished_from_calm_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert spread([100.0, 109.0]) == pytest.approx(0.09)
     note_spread("the engine", [100.0, 109.0])
     assert capsys.readouterr().err == ""

@@ -125,8 +125,8 @@ def test_config_tells_where_an_address_comes_from(tailrace: Tailrace, service: S
 
 def test_readme_examples_run_as_they_are(service: Service, tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
-    producer, reader = [part.split("```")[0] for part in readme.split("```python\n")[1:]]
-    for code in (producer, reader):
+    for part in readme.split("```python\n")[1:3]:  # the producer, then the reader
+        code = part.split("```")[0]
         code = code.replace("127.0.0.1:9092", service.kafka).replace("127.0.0.1:6379", service.redis)
         script = tmp_path / "example.py"
         script.write_text(code)

@@ -30,7 +30,7 @@ async def test_naming_either_address_leaves_the_pair_alone(monkeypatch: pytest.M
         assert settings.redis_url == "redis://127.0.0.1:6379/0"
 
 
-async def test_given_addresses_stand_in_place_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_given_addresses_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TAILRACE_KAFKA_BOOTSTRAP", "kafka.example:9092")
     monkeypatch.setenv("TAILRACE_JOBS_TOPIC", "jobs")
     client = Client(bootstrap="other.example:9093", redis_url="redis://other.example/2", namespace="mine")

@@ -55,7 +55,7 @@ async def _begun(client: JobClient, job_id: str) -> None:
         assert isinstance(await anext(stream), Start)
 
 
-async def test_a_job_runs_and_its_stream_says_what_its_result_says(client: JobClient) -> None:
+async def test_a_job_runs_and_its_stream_equals_its_result(client: JobClient) -> None:
     seen: list[Item] = []
     finished = await client.run({"id": "one", "metadata": {"row": 7}} | SHORT, on_item=seen.append)
     result = finished.result
@@ -103,7 +103,7 @@ async def test_a_late_reader_sees_every_event_from_the_first_one(client: JobClie
         ({"id": "bad"}, "prompt"),
     ],
 )
-async def test_a_job_that_cannot_be_run_is_an_outcome_and_frees_its_id(
+async def test_a_job_that_cannot_run_is_rejected_and_frees_its_id(
     client: JobClient, job: dict[str, object], field: str
 ) -> None:
     finished = await client.run(job)
@@ -114,7 +114,7 @@ async def test_a_job_that_cannot_be_run_is_an_outcome_and_frees_its_id(
     assert await client.seen("bad", orjson.dumps(job)) is Seen.NEVER
 
 
-async def test_what_is_no_json_fails(client: JobClient) -> None:
+async def test_a_record_that_is_not_json_fails(client: JobClient) -> None:
     awaited = client.expect("odd")
     await client.publish("odd", b"{")
     result = await client.result_of("odd", awaited)

@@ -94,7 +94,7 @@ async def test_running_pair_is_found_and_forgotten() -> None:
     assert announcements.find_running() is None
 
 
-def test_stale_file_of_a_reused_pid_is_not_believed() -> None:
+def test_stale_file_of_a_reused_pid_is_ignored() -> None:
     path = announcements.announce(
         announcements.Endpoints("127.0.0.1:1", "redis://127.0.0.1:2/0", os.getpid(), 1)
     )
@@ -139,7 +139,7 @@ def test_runtime_folder_readable_by_others_is_refused(tmp_path: Path) -> None:
     assert announcements.find_running() is None
 
 
-async def test_two_pairs_live_side_by_side() -> None:
+async def test_two_pairs_can_run_at_once() -> None:
     async with EmbeddedStack() as first, EmbeddedStack() as second:
         assert first.kafka_port != second.kafka_port
         assert first.redis_port != second.redis_port

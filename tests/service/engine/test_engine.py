@@ -108,7 +108,7 @@ async def test_requests_that_come_at_any_time_are_served_and_the_idle_engine_wak
     assert recorder.tokens["a"] == recorder.tokens["b"][:5], "the same prompt must give the same tokens"
 
 
-async def test_a_request_ended_from_outside_ends_once_and_its_neighbour_goes_on(mode: Mode) -> None:
+async def test_a_request_ended_by_its_caller_ends_once_and_the_other_continues(mode: Mode) -> None:
     recorder = Recorder()
     async with engine(mode, recorder) as running:
         running.add(spec("long", max_tokens=400))
@@ -124,7 +124,7 @@ async def test_a_request_ended_from_outside_ends_once_and_its_neighbour_goes_on(
     assert stats.held_blocks == 0
 
 
-async def test_an_impossible_request_is_refused_with_the_limit_and_nobody_else_is_hurt(mode: Mode) -> None:
+async def test_an_impossible_request_is_refused_with_the_limit_and_affects_no_other(mode: Mode) -> None:
     recorder = Recorder()
     async with engine(mode, recorder) as running:
         rejection = running.add(spec("huge", max_tokens=10_000))
@@ -135,7 +135,7 @@ async def test_an_impossible_request_is_refused_with_the_limit_and_nobody_else_i
     assert "huge" not in recorder.finished
 
 
-async def test_what_is_batched_beside_each_other_gives_the_same_tokens_in_every_mode(mode: Mode) -> None:
+async def test_requests_of_one_batch_give_the_same_tokens_in_every_mode(mode: Mode) -> None:
     recorder = Recorder()
     prompts = {f"r{i}": tuple(range(40 + i, 45 + 7 * i)) for i in range(12)}
     async with engine(mode, recorder) as running:
@@ -149,7 +149,7 @@ async def test_what_is_batched_beside_each_other_gives_the_same_tokens_in_every_
     assert stats.held_blocks == stats.num_leaving == 0
 
 
-async def test_a_row_that_breaks_its_steps_ends_alone_whatever_is_planned_behind_it(mode: Mode) -> None:
+async def test_a_row_that_breaks_its_steps_ends_alone_whatever_is_planned_next(mode: Mode) -> None:
     recorder = Recorder()
     async with engine(mode, recorder) as running:
         for name in ("good", "bad", "fine"):
@@ -165,7 +165,7 @@ async def test_a_row_that_breaks_its_steps_ends_alone_whatever_is_planned_behind
     assert recorder.tokens["later"] == expected[:5]
 
 
-async def test_an_engine_whose_every_row_fails_says_so_and_runs_nothing_behind(mode: Mode) -> None:
+async def test_an_engine_whose_every_row_fails_raises_and_runs_no_later_plan(mode: Mode) -> None:
     recorder = Recorder()
     step_thread = StepThread(lambda: mode.make_runner(OPTIONS))
     running = Engine(mode.scheduler(await step_thread.start()), step_thread, recorder)
@@ -181,7 +181,7 @@ async def test_an_engine_whose_every_row_fails_says_so_and_runs_nothing_behind(m
     assert {len(tokens) for tokens in recorder.tokens.values()} <= {2, 3}
 
 
-async def test_stopping_takes_in_every_step_that_is_out(mode: Mode) -> None:
+async def test_stopping_waits_for_every_step_in_flight(mode: Mode) -> None:
     recorder = Recorder()
     async with engine(mode, recorder) as running:
         running.add(spec("a", max_tokens=400))
@@ -242,7 +242,7 @@ async def test_the_next_plan_is_handed_over_before_the_last_steps_tokens_are_del
     )
 
 
-async def test_a_request_that_comes_while_one_step_is_out_is_planned_at_once() -> None:
+async def test_a_request_that_arrives_while_one_step_is_in_flight_is_planned_at_once() -> None:
     """With one plan out there is room for another: the arrival does not wait for the result."""
     entered, leave = threading.Event(), threading.Event()
 

@@ -21,7 +21,7 @@ def test_a_row_that_breaks_the_step_fails_alone() -> None:
     assert (result.step_id, num_raised) == (7, 1)
 
 
-def test_rows_that_run_alone_find_blocks_copied_and_slots_released_whichever_of_them_raises() -> None:
+def test_rows_that_run_alone_find_blocks_copied_and_slots_released_whichever_row_raises() -> None:
     seen: list[StepPlan] = []
     run_row_by_row(Scripted(recorded(seen, poisoned_by("bad"))), plan("bad", "good"), None)
     assert [(len(p.rows), p.released_slots, p.block_copies) for p in seen] == [
@@ -45,7 +45,7 @@ def test_rows_that_run_alone_get_their_pending_token_from_the_step_before() -> N
     assert [r.error for r in result.rows] == [None, PREDECESSOR_FAILED, None]
 
 
-def test_a_step_of_which_no_row_can_run_still_copies_blocks_and_releases_slots() -> None:
+def test_a_step_without_a_runnable_row_still_copies_blocks_and_releases_slots() -> None:
     seen: list[StepPlan] = []
     before = StepResult(6, (RowResult("a", error="broken"),), 0.0)
     run_row_by_row(Scripted(recorded(seen)), replace(plan(), rows=(pending("a"),)), before)
@@ -66,6 +66,6 @@ def test_choices_of_one_job_that_all_fail_are_the_jobs_fault_not_the_engines() -
         run_row_by_row(Scripted(poisoned_by("a", "b", "c")), replace(plan(), rows=(*rows, row("c"))), None)
 
 
-def test_a_lone_row_that_fails_is_its_own_fault() -> None:
+def test_a_single_row_that_fails_is_at_fault_itself() -> None:
     result, _ = run_row_by_row(Scripted(poisoned_by("a")), plan("a"), None)
     assert result.rows[0].error == "ZeroDivisionError in the model's step"

@@ -60,14 +60,14 @@ def test_a_step_is_finished_when_the_next_has_begun_or_when_nothing_follows(post
     assert len(posts.seen) == 2
 
 
-def test_a_step_that_is_done_at_once_is_not_kept(posts_of: PostsOf) -> None:
+def test_a_step_that_finishes_at_once_is_not_kept(posts_of: PostsOf) -> None:
     posts = posts_of(Scripted(answer))
     posts.begin(0, row("a"))
     assert posts.seen == [(0, {"a": 5})]
 
 
 @pytest.mark.parametrize("runner", [Scripted, Queued])
-def test_what_is_planned_behind_a_step_that_raised_never_sees_its_state(
+def test_a_plan_that_follows_a_failed_step_never_sees_its_state(
     runner: type[Scripted], posts_of: PostsOf
 ) -> None:
     ran: list[tuple[int, tuple[tuple[str, int], ...]]] = []
@@ -96,9 +96,7 @@ def test_what_is_planned_behind_a_step_that_raised_never_sees_its_state(
 
 
 @pytest.mark.parametrize("runner", [Scripted, Queued])
-def test_behind_a_fault_of_the_engine_nothing_runs_any_more(
-    runner: type[Scripted], posts_of: PostsOf
-) -> None:
+def test_no_step_runs_after_a_fault_of_the_engine(runner: type[Scripted], posts_of: PostsOf) -> None:
     ran: list[str] = []
 
     def step(step_plan: StepPlan) -> StepResult:

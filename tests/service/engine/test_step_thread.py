@@ -25,7 +25,7 @@ async def test_steps_run_on_one_thread_that_is_not_the_event_loops() -> None:
     assert threads == {"step"}
 
 
-async def test_what_loading_raises_reaches_whoever_starts_it() -> None:
+async def test_an_error_in_loading_reaches_the_caller_of_start() -> None:
     def load() -> Scripted:
         raise OSError("no such model")
 
@@ -53,7 +53,7 @@ async def test_stop_waits_for_the_step_that_is_running() -> None:
     assert running.done()
 
 
-async def test_a_step_that_is_out_on_a_device_comes_back_with_flush_and_with_stop() -> None:
+async def test_flush_and_stop_finish_a_step_in_flight_on_a_device() -> None:
     step_thread = StepThread(lambda: Queued(answer))
     await step_thread.start()
     first = step_thread.submit(plan("a"))

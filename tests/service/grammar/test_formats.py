@@ -42,7 +42,7 @@ def error_of(document: dict[str, Any]) -> JobError:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_unknown_keyword_is_refused_by_name_wherever_a_schema_stands(place: str) -> None:
+def test_an_unknown_keyword_is_refused_by_name_in_every_part_of_a_schema(place: str) -> None:
     error = error_of(PLACES[place])
     assert error.field == f"{SCHEMA_FIELD}.{place}".removesuffix(".")
     assert (

@@ -100,7 +100,7 @@ def accepts(text: str | None, output: str) -> bool:
         ),
     ],
 )
-async def test_each_format_takes_what_it_means_and_nothing_else(
+async def test_each_format_accepts_only_matching_text(
     validator: GrammarValidator, response_format: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
     text = await validator.admit(job(response_format))
@@ -162,9 +162,7 @@ OWN_REASONS = {name: case for name, case in BAD.items() if name != "endless"} | 
 
 
 @pytest.mark.parametrize("name", OWN_REASONS)
-async def test_grammar_refused_for_its_own_reason_says_that_reason_alone(
-    validator: GrammarValidator, name: str
-) -> None:
+async def test_a_refused_grammar_gives_its_reason_alone(validator: GrammarValidator, name: str) -> None:
     response_format, _, reason = OWN_REASONS[name]
     with pytest.raises(JobError, match=reason) as raised:
         await validator.admit(job(response_format))
@@ -172,7 +170,7 @@ async def test_grammar_refused_for_its_own_reason_says_that_reason_alone(
     assert not re.search(r"must be|compiles|MiB|\d s\b|option", told)
 
 
-async def test_grammar_that_costs_too_much_names_what_it_may_cost(validator: GrammarValidator) -> None:
+async def test_a_grammar_that_costs_too_much_names_the_limit(validator: GrammarValidator) -> None:
     with pytest.raises(JobError, match=r"it must be one that compiles in 0\.3 s and 1024 MiB$") as raised:
         await validator.admit(job(schema(ENDLESS)))
     assert raised.value.limit == "compiles in 0.3 s and 1024 MiB"
@@ -198,7 +196,7 @@ async def test_memory_that_a_grammar_takes_is_not_the_engines(grammars: Grammars
     await validator.close()
 
 
-async def test_jobs_that_wait_behind_an_endless_grammar_are_served(validator: GrammarValidator) -> None:
+async def test_jobs_that_wait_for_an_endless_grammar_are_served(validator: GrammarValidator) -> None:
     formats = [
         schema(ENDLESS),
         *(regex(f"a{{{n}}}") for n in range(1, 8)),

@@ -48,7 +48,7 @@ def test_completion_during_a_rebalance_counts() -> None:
     assert assignments.complete(mine)
 
 
-def test_partition_that_comes_back_after_a_missed_generation_is_lost_first() -> None:
+def test_partition_that_returns_after_a_missed_generation_is_lost_first() -> None:
     """Evicted and joined again: another member may have started the same jobs under a newer stream epoch."""
     assignments = restored([P0])
     mine = take(assignments, 0)
@@ -60,7 +60,7 @@ def test_partition_that_comes_back_after_a_missed_generation_is_lost_first() -> 
     assert assignments.complete(again)
 
 
-def test_partition_that_comes_back_after_another_owner_starts_anew() -> None:
+def test_partition_that_returns_from_another_owner_starts_over() -> None:
     assignments = restored([P0])
     mine = take(assignments, 0)
     assert assignments.assign([], generation=2) == [P0]

@@ -20,7 +20,7 @@ def test_hazard_wide_hysteresis_does_not_resume_for_a_single_credit() -> None:
     assert gate.num_closings == 1
 
 
-def test_small_worker_resumes_at_half_of_what_it_ever_had() -> None:
+def test_a_small_worker_resumes_at_half_of_its_largest_credit() -> None:
     gate = CreditGate(resume_credit=8)
     gate.update(2, 0)
     gate.update(0, 2)
@@ -61,7 +61,7 @@ class TestWatchdog:
         self.watchdog.empty_poll([P0])
         assert self.observe(100, 9) is None
 
-    def test_waiting_behind_another_partition_is_no_stall(self) -> None:
+    def test_waiting_for_another_partition_is_no_stall(self) -> None:
         self.observe(0, 3)
         self.watchdog.empty_poll([P1])
         assert self.observe(100, 3) is None

@@ -73,7 +73,7 @@ def test_payloads_that_we_never_write_are_ignored_even_with_a_good_checksum(payl
     assert decode_completed(3, "tailrace1:" + base64.urlsafe_b64encode(crc + payload).decode()) is None
 
 
-def test_nothing_beyond_is_an_empty_text() -> None:
+def test_no_completed_ranges_give_an_empty_text() -> None:
     assert encode_completed(9, []) == ""
     assert decode_completed(9, "") is None
     assert decode_completed(9, None) is None

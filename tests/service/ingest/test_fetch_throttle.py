@@ -44,7 +44,7 @@ async def test_records_and_errors_are_passed_on_at_once() -> None:
     assert await pauses_after(response((0, 3, b""))) == []
 
 
-async def test_what_is_no_fetch_is_none_of_our_business() -> None:
+async def test_requests_other_than_fetches_are_passed_on() -> None:
     assert await pauses_after("anything", request="heartbeat") == []
 
 
@@ -53,5 +53,5 @@ async def test_a_broker_that_holds_fetches_is_asked_again_at_once(monkeypatch: p
     assert await pauses_after(response((0, 0, b""))) == []
 
 
-def test_no_topics_at_all_is_empty() -> None:
+def test_an_answer_without_topics_is_empty() -> None:
     assert is_empty(SimpleNamespace(topics=[]))

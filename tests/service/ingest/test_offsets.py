@@ -184,7 +184,7 @@ def test_hazard_gaps_of_compaction_and_transaction_markers_do_not_hold_the_commi
     assert offsets.committable() == (12, "")
 
 
-def test_hazard_in_flight_counts_in_back_pressure_before_any_of_it_completes() -> None:
+def test_hazard_back_pressure_counts_work_in_flight_before_it_completes() -> None:
     offsets = PartitionOffsets(0)
     offset = 0
     while not offsets.under_pressure:

@@ -124,7 +124,7 @@ def test_empty_document_is_an_error_not_an_invention(text: str) -> None:
         _summarize(text, Budget(100, 10, 20), lambda node: "made up")
 
 
-def test_first_failure_ends_the_other_nodes_and_is_raised_as_it_is() -> None:
+def test_the_first_failure_ends_the_other_nodes_and_is_raised_unchanged() -> None:
     ended = []
 
     async def generate(node: Node) -> str:

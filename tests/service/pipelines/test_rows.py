@@ -20,7 +20,7 @@ def test_rows_are_on_disk_as_they_end_not_at_the_end(tmp_path: Path) -> None:
         assert _lines(path) == [{"key": "a", "status": "completed"}]
 
 
-def test_resume_skips_what_is_done_and_drops_a_torn_line(tmp_path: Path) -> None:
+def test_resume_skips_finished_rows_and_drops_a_broken_line(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(b'{"key":"a","status":"completed"}\n{"key":"b","stat')
     with RowFile(path) as rows:

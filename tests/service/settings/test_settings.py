@@ -61,7 +61,7 @@ def test_message_names_the_variable_value_and_limit(name: str, value: str, says:
     assert value in str(error.value)
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(SettingsError) as error:
         load_settings({"TAILRACE_DEVICE": "x", "TAILRACE_ENGINE": "y", "TAILRACE_NOPE": "z"})
     assert len(str(error.value).splitlines()) == 3

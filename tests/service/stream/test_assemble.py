@@ -48,7 +48,7 @@ def test_a_whole_stream_is_proven_complete() -> None:
         (end(2), "text_sha256"),
     ],
 )
-def test_a_wrong_count_or_hash_is_told(last: End, problem: str) -> None:
+def test_a_wrong_count_or_hash_is_reported(last: End, problem: str) -> None:
     assembler, _ = feed([start(), delta(1, "a", 1), last])
     assert problem in " ".join(assembler.problems())
 
@@ -72,7 +72,7 @@ def test_a_hole_changes_nothing_and_is_never_skipped_silently() -> None:
     assert assembler.problems() == ["events are missing"], "not even when the hash happens to agree"
 
 
-def test_sequence_numbers_reused_across_attempts_are_told_apart_by_epoch() -> None:
+def test_sequence_numbers_reused_across_attempts_are_distinguished_by_epoch() -> None:
     first: list[Event] = [start(), delta(1, "a", 1), delta(2, "b", 2)]
     second: list[Event] = [start(2, 2), delta(1, "c", 3, epoch=2), end(2, "abc", epoch=2)]
     assembler, fed = feed([*first, *second])
@@ -80,7 +80,7 @@ def test_sequence_numbers_reused_across_attempts_are_told_apart_by_epoch() -> No
     assert assembler.problems() == []
 
 
-def test_a_new_attempt_cuts_back_to_the_tokens_that_stand() -> None:
+def test_a_new_attempt_cuts_back_to_the_tokens_it_resumes() -> None:
     assembler, fed = feed(
         [start(), delta(1, "a", 1), delta(2, "b", 2, 3), start(2, 1), delta(1, "x", 9, epoch=2)]
     )
@@ -107,7 +107,7 @@ def test_a_hole_is_healed_by_an_attempt_that_resumes_before_it() -> None:
     assert assembler.problems() == []
 
 
-def test_text_without_tokens_stands_with_the_tokens_before_it_and_not_without_any() -> None:
+def test_text_without_tokens_belongs_to_the_tokens_before_it() -> None:
     log: list[Event] = [start(1, 0, 0), delta(1, "a", 1), delta(2, "!"), delta(3, "?", index=1)]
     resumed = standing(JOB, log, 2)
     assert [choice.text for choice in resumed] == ["a!", ""]
@@ -187,7 +187,7 @@ def test_any_lost_event_is_a_gap_unless_a_later_attempt_makes_it_good(
 
 
 @given(streams(cut_back=False), st.data())
-def test_what_stands_of_a_torn_log_is_a_prefix_a_reader_can_cut_back_to(
+def test_a_log_with_gaps_resumes_from_a_prefix_that_readers_can_cut_back_to(
     stream: tuple[list[Event], list[str], list[list[int]]], data: st.DataObject
 ) -> None:
     """Torn as Redis tears: trimmed in front, or the last writes lost in a failover; the reader saw them all."""
@@ -205,6 +205,6 @@ def test_what_stands_of_a_torn_log_is_a_prefix_a_reader_can_cut_back_to(
         assert tuple(reader.choice(index).token_ids) == choice.token_ids
 
 
-def test_nothing_stands_of_a_log_whose_beginning_was_trimmed() -> None:
+def test_a_log_whose_beginning_was_trimmed_gives_nothing_to_resume() -> None:
     log = [delta(7, "g", 7), delta(8, "h", 8)]
     assert standing(JOB, log, 1)[0].token_ids == ()

@@ -63,7 +63,7 @@ async def test_a_request_made_before_the_job_was_fetched_is_found_on_opening(
         assert not (await open_job(publisher, "job-2")).cancelled
 
 
-async def test_a_request_made_while_nobody_listened_is_found_after_subscribing(
+async def test_a_request_made_while_no_worker_listened_is_found_after_subscribing(
     redis_server: RedisServer,
 ) -> None:
     heard = Heard()

@@ -74,7 +74,7 @@ def _epochs(events: list[Event]) -> set[int]:
     return {event.epoch for event in events}
 
 
-async def test_a_reader_of_an_unknown_job_is_told_nothing_of_its_namesake_in_another_database(
+async def test_a_reader_of_an_unknown_job_gets_nothing_of_the_same_id_in_another_database(
     redis_server: RedisServer,
 ) -> None:
     url_0, url_1 = urls(redis_server)

@@ -33,7 +33,7 @@ async def decided_in_redis(redis: Redis) -> bytes | None:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-async def test_a_worker_that_dies_after_deciding_leaves_its_very_bytes_until_the_end(
+async def test_a_worker_that_dies_after_deciding_leaves_its_bytes_until_the_end(
     redis_server: RedisServer, streamed: bool
 ) -> None:
     async with Redis.from_url(redis_server.url) as redis:
@@ -56,7 +56,7 @@ async def test_a_worker_that_dies_after_deciding_leaves_its_very_bytes_until_the
             assert (again.outcome, again.decided) == (Outcome.ENDED, None)
 
 
-async def test_a_decision_whose_acknowledgement_was_lost_is_sent_again_and_stands_once(
+async def test_a_decision_whose_acknowledgement_was_lost_is_sent_again_and_kept_once(
     redis_server: RedisServer,
 ) -> None:
     async with (
@@ -103,7 +103,7 @@ async def test_a_decision_may_be_replaced_by_the_same_attempt_only(redis_server:
         assert (await open_job(new_worker, JOB)).decided == RECORD
 
 
-async def test_what_one_record_decided_is_not_handed_to_another(redis_server: RedisServer) -> None:
+async def test_a_decision_for_one_record_is_not_given_to_another(redis_server: RedisServer) -> None:
     async with running_publisher(redis_server.url) as publisher:
         stream = await begin(publisher)
         assert await stream.decide(RECORD)
@@ -111,7 +111,7 @@ async def test_what_one_record_decided_is_not_handed_to_another(redis_server: Re
         assert (other.outcome, other.decided) == (Outcome.DUPLICATE, None)
 
 
-async def test_a_server_that_forgot_a_decision_has_it_again_with_the_next_write(
+async def test_the_next_write_restores_a_decision_that_the_server_forgot(
     redis_server: RedisServer,
 ) -> None:
     async with Redis.from_url(redis_server.url) as redis, running_publisher(redis_server.url) as publisher:

@@ -73,7 +73,7 @@ async def test_a_job_that_has_ended_or_was_handed_back_is_not_kept(redis_server:
             await eventually(lambda: client.dbsize() == 0, "their keys expire")
 
 
-async def test_a_redis_that_forgot_a_job_without_new_events_knows_it_again_after_a_while(
+async def test_a_forgotten_job_without_new_events_is_written_to_redis_again(
     redis_server: RedisServer,
 ) -> None:
     async with running_publisher(redis_server.url, SHORT_LIVED) as publisher:

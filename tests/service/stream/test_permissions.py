@@ -86,7 +86,7 @@ async def test_a_missing_right_is_an_outage_with_a_name_and_no_job_is_opened(
         assert (publisher.healthy, publisher.problem) == (True, None)
 
 
-async def test_keys_of_the_namespace_and_its_channels_are_all_that_is_needed(
+async def test_rights_to_the_namespaces_keys_and_channels_are_enough(
     redis_server: RedisServer, admin: redis.Redis
 ) -> None:
     url = url_without(redis_server, admin)
@@ -99,7 +99,7 @@ async def test_keys_of_the_namespace_and_its_channels_are_all_that_is_needed(
 
 
 @pytest.mark.parametrize("missing", ["~*", "&*"])
-async def test_a_user_who_may_not_touch_the_namespace_opens_nothing(
+async def test_a_user_without_rights_to_the_namespace_opens_no_job(
     redis_server: RedisServer, admin: redis.Redis, missing: str
 ) -> None:
     url = url_without(redis_server, admin)
@@ -112,7 +112,7 @@ async def test_a_user_who_may_not_touch_the_namespace_opens_nothing(
         assert (await open_job(publisher, JOB)).outcome is Outcome.OPENED
 
 
-async def test_a_listener_that_may_not_subscribe_says_so_and_hears_once_it_may(
+async def test_a_listener_that_may_not_subscribe_reports_it_and_recovers(
     redis_server: RedisServer, admin: redis.Redis
 ) -> None:
     heard: list[str] = []
@@ -134,7 +134,7 @@ async def test_a_listener_that_may_not_subscribe_says_so_and_hears_once_it_may(
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_hazard_an_event_whose_publication_is_refused_stands_once_in_the_log(
+async def test_hazard_an_event_whose_publication_is_refused_is_in_the_log_once(
     redis_server: RedisServer,
 ) -> None:
     """A script that is refused half way keeps what it has done."""

@@ -56,7 +56,7 @@ async def test_a_stream_from_start_to_end(redis_server: RedisServer) -> None:
             assert 0 < await redis.ttl(key) <= FAST.ttl_s
 
 
-async def test_python_is_the_limit_so_a_step_of_all_jobs_is_one_round_trip(redis_server: RedisServer) -> None:
+async def test_a_step_of_all_jobs_is_one_round_trip(redis_server: RedisServer) -> None:
     async with running_proxy(redis_server.port) as proxy, running_publisher(proxy.url) as publisher:
         ids = [f"job-{i}" for i in range(32)]
         streams = await asyncio.gather(*(open_stream(publisher, job_id) for job_id in ids))
@@ -68,7 +68,7 @@ async def test_python_is_the_limit_so_a_step_of_all_jobs_is_one_round_trip(redis
         assert publisher.num_round_trips == before + 1
 
 
-async def test_a_foreign_key_costs_one_job_its_stream_and_its_neighbours_nothing(
+async def test_a_foreign_key_costs_one_job_its_stream_and_affects_no_other_job(
     redis_server: RedisServer,
 ) -> None:
     async with running_publisher(redis_server.url) as publisher, Redis.from_url(redis_server.url) as redis:
@@ -129,7 +129,7 @@ async def test_hazard_a_log_that_takes_no_more_entries_costs_one_job_its_stream(
         assert publisher.num_failures == 0
 
 
-async def test_what_is_not_written_when_the_publisher_stops_is_raised_and_not_passed_over(
+async def test_unwritten_events_raise_when_the_publisher_stops(
     redis_server: RedisServer,
 ) -> None:
     redis_server.stop()

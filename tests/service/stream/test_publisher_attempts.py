@@ -49,7 +49,7 @@ async def test_a_redelivered_job_continues_from_the_log(redis_server: RedisServe
         assert assembler.texts() == ["abc"]
 
 
-async def test_an_attempt_that_cannot_continue_begins_the_text_anew(redis_server: RedisServer) -> None:
+async def test_an_attempt_that_cannot_continue_starts_the_text_over(redis_server: RedisServer) -> None:
     async with Redis.from_url(redis_server.url) as redis, running_publisher(redis_server.url) as publisher:
         await begin(publisher, "old", (1, 2))
         stream = await open_stream(publisher, JOB)
@@ -73,7 +73,7 @@ async def test_a_long_log_is_read_back_page_by_page(redis_server: RedisServer) -
         assert {choice.token_ids for choice in resumed} == {tuple(range(80))}
 
 
-async def test_nothing_stands_when_the_log_was_trimmed(redis_server: RedisServer) -> None:
+async def test_nothing_is_resumed_from_a_trimmed_log(redis_server: RedisServer) -> None:
     config = replace(FAST, max_log_entries=64)
     async with running_publisher(redis_server.url, config) as first:
         await write(await open_stream(first, JOB), range(400), text="x")
@@ -95,7 +95,7 @@ async def test_abandoning_writes_nothing_more_and_leaves_the_log_to_the_next_att
         assert (await open_job(publisher, JOB)).resumed[0].token_ids == (1,)
 
 
-async def test_only_attempts_without_a_token_and_without_a_goodbye_count_as_without_progress(
+async def test_only_attempts_without_a_token_that_were_not_handed_back_count_as_without_progress(
     redis_server: RedisServer,
 ) -> None:
     async with running_publisher(redis_server.url) as publisher:

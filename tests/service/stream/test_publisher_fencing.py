@@ -55,7 +55,7 @@ async def test_control_without_the_comparison_the_older_attempt_writes(redis_ser
     assert (answers[:2], fenced) == ([True, True], [])
 
 
-async def test_an_epoch_never_comes_again_even_after_redis_lost_its_memory(
+async def test_an_epoch_never_repeats_even_after_redis_lost_its_memory(
     redis_server: RedisServer,
 ) -> None:
     epochs = []
@@ -89,7 +89,7 @@ async def test_an_attempt_that_redis_forgot_cannot_write_over_the_next_one(redis
         assert {event.epoch for event in await log_events(redis, JOB)} == {new.epoch}
 
 
-async def test_two_attempts_with_one_epoch_after_a_clock_set_back_are_told_apart(
+async def test_two_attempts_with_one_epoch_after_a_clock_set_back_are_distinguished(
     redis_server: RedisServer,
 ) -> None:
     """Redis lost its memory and its clock jumped back to the very microsecond: meta names the later attempt."""

@@ -69,7 +69,7 @@ async def test_control_without_comparing_seq_the_resent_events_appear_twice(
     assert max(Counter(event.seq for event in events).values()) == 2
 
 
-async def test_a_slow_redis_makes_deltas_merge_and_never_delays_or_piles_up(
+async def test_a_slow_redis_makes_deltas_merge_without_delay_or_growing_memory(
     redis_server: RedisServer,
 ) -> None:
     async with running_proxy(redis_server.port) as proxy, running_publisher(proxy.url) as publisher:
@@ -99,7 +99,7 @@ async def test_a_slow_redis_makes_deltas_merge_and_never_delays_or_piles_up(
                 assert assembled(events, job_id).choice(0).token_ids == list(range(500))
 
 
-async def test_a_redis_that_does_not_answer_is_given_up_and_asked_again(redis_server: RedisServer) -> None:
+async def test_a_redis_that_does_not_answer_is_abandoned_and_asked_again(redis_server: RedisServer) -> None:
     config = replace(FAST, command_timeout_s=0.1)
     async with running_proxy(redis_server.port) as proxy, running_publisher(proxy.url, config) as publisher:
         stream = await open_stream(publisher, JOB)

@@ -41,7 +41,7 @@ async def test_scripts_flushed_by_an_operator_are_loaded_again(redis_server: Red
         assert isinstance((await log_events(redis, JOB))[0], Start)
 
 
-async def test_a_full_redis_holds_the_stream_up_and_loses_nothing(redis_server: RedisServer) -> None:
+async def test_a_full_redis_delays_the_stream_and_loses_nothing(redis_server: RedisServer) -> None:
     async with running_publisher(redis_server.url) as publisher, Redis.from_url(redis_server.url) as redis:
         stream = await open_stream(publisher, JOB)
         await redis.config_set("maxmemory", "1")

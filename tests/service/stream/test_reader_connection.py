@@ -42,7 +42,9 @@ async def test_a_silent_resubscription_after_a_reconnect_replays_the_log(
         assert [event.seq for event in followed.events] == list(range(32))
 
 
-async def test_a_slow_subscriber_is_cut_by_redis_and_resumes_from_the_log(redis_server: RedisServer) -> None:
+async def test_a_slow_subscriber_is_disconnected_by_redis_and_resumes_from_the_log(
+    redis_server: RedisServer,
+) -> None:
     async with (
         running_publisher(redis_server.url) as publisher,
         running_proxy(redis_server.port) as proxy,

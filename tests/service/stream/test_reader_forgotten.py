@@ -21,7 +21,7 @@ NO_HEARTBEAT = replace(FAST, heartbeat_s=60.0)
 META = JobKeys.of(JOB).meta
 
 
-async def test_an_evicted_log_of_an_ended_job_is_told_at_once(redis_server: RedisServer) -> None:
+async def test_an_evicted_log_of_an_ended_job_is_reported_at_once(redis_server: RedisServer) -> None:
     async with running_publisher(redis_server.url) as publisher, Redis.from_url(redis_server.url) as redis:
         stream = await begin(publisher)
         await stream.end(COMPLETED)
@@ -33,7 +33,7 @@ async def test_an_evicted_log_of_an_ended_job_is_told_at_once(redis_server: Redi
         assert followed.events == []
 
 
-async def test_a_log_evicted_while_the_reader_was_cut_off_is_told(redis_server: RedisServer) -> None:
+async def test_a_log_evicted_while_the_reader_was_disconnected_is_reported(redis_server: RedisServer) -> None:
     async with (
         running_publisher(redis_server.url) as publisher,
         running_proxy(redis_server.port) as proxy,
@@ -124,7 +124,7 @@ async def test_a_job_that_no_worker_has_begun_is_never_called_unknown(redis_serv
         assert (await followed.verdict()).complete
 
 
-async def test_hazard_heartbeats_without_the_job_counted_on_from_one_outage_to_the_next(
+async def test_hazard_heartbeats_without_the_job_were_added_up_over_outages(
     redis_server: RedisServer,
 ) -> None:
     """In between Redis had the job, and there was nothing to write."""

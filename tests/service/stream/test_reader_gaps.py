@@ -23,7 +23,7 @@ from tests.support.streams import (
 pytestmark = pytest.mark.redis
 
 
-async def test_a_redis_that_lost_its_memory_is_a_gap_for_the_late_and_none_for_those_who_had_read(
+async def test_lost_memory_is_a_gap_for_late_readers_and_none_for_readers_that_were_up_to_date(
     redis_server: RedisServer,
 ) -> None:
     async with running_publisher(redis_server.url) as publisher, Redis.from_url(redis_server.url) as redis:
@@ -42,7 +42,7 @@ async def test_a_redis_that_lost_its_memory_is_a_gap_for_the_late_and_none_for_t
         assert not verdict.complete
 
 
-async def test_a_log_that_begins_anew_voids_what_was_read(redis_server: RedisServer) -> None:
+async def test_a_log_that_starts_over_resets_the_reader(redis_server: RedisServer) -> None:
     async with (
         running_publisher(redis_server.url) as old,
         running_publisher(redis_server.url) as new,
@@ -65,7 +65,7 @@ async def test_a_log_that_begins_anew_voids_what_was_read(redis_server: RedisSer
         assert verdict.complete
 
 
-async def test_a_log_that_begins_anew_at_a_lower_epoch_voids_what_was_read(redis_server: RedisServer) -> None:
+async def test_a_log_that_starts_over_at_a_lower_epoch_resets_the_reader(redis_server: RedisServer) -> None:
     """Redis forgot, and its clock was set back meanwhile."""
     async with running_publisher(redis_server.url) as publisher, Redis.from_url(redis_server.url) as redis:
         stream, followed = await begin_and_follow(publisher, redis, 9)
@@ -81,7 +81,7 @@ async def test_a_log_that_begins_anew_at_a_lower_epoch_voids_what_was_read(redis
         await followed.leave()
 
 
-async def test_a_trimmed_log_is_a_gap_told_and_not_skipped(redis_server: RedisServer) -> None:
+async def test_a_trimmed_log_is_reported_as_a_gap(redis_server: RedisServer) -> None:
     config = replace(FAST, max_log_entries=64)
     async with (
         running_publisher(redis_server.url, config) as publisher,
@@ -98,7 +98,7 @@ async def test_a_trimmed_log_is_a_gap_told_and_not_skipped(redis_server: RedisSe
         assert "events are missing" in verdict.problems
 
 
-async def test_a_message_lost_on_the_channel_is_healed_from_the_log_or_told(
+async def test_a_message_lost_on_the_channel_is_read_from_the_log_or_reported(
     redis_server: RedisServer,
 ) -> None:
     keys = JobKeys.of(JOB)
@@ -123,7 +123,7 @@ async def test_a_message_lost_on_the_channel_is_healed_from_the_log_or_told(
         assert followed.gaps == [Gap((1, 3), (1, 4))]
 
 
-async def test_hazard_a_log_that_is_ahead_of_the_channel_was_taken_for_one_that_begins_anew(
+async def test_hazard_a_log_ahead_of_the_channel_was_taken_for_one_that_starts_over(
     redis_server: RedisServer,
 ) -> None:
     """The reader reads the log for an event, and finds there what the channel brings next."""

@@ -41,7 +41,7 @@ def opened_anew(opened: Opened, above: int) -> bool:
     )
 
 
-async def test_an_id_refused_before_is_free_for_another_record_and_nothing_of_the_refusal_is_left(
+async def test_a_refused_id_is_free_for_another_record_and_the_refusal_leaves_nothing(
     redis_server: RedisServer,
 ) -> None:
     async with running_publisher(redis_server.url) as publisher, Redis.from_url(redis_server.url) as redis:
@@ -96,7 +96,7 @@ async def test_ids_of_a_deployment_that_is_gone_do_not_suppress_the_jobs_of_this
         assert await redis.hget(JobKeys.of(JOB).meta, "deployment") == b"here"
 
 
-async def test_a_record_that_another_deployment_left_halfway_is_continued(redis_server: RedisServer) -> None:
+async def test_a_record_left_unfinished_by_another_deployment_is_continued(redis_server: RedisServer) -> None:
     async with running_publisher(redis_server.url) as gone, running_publisher(redis_server.url) as here:
         gone.deployment, here.deployment = "gone", "here"
         await left_by(gone, ended=False)

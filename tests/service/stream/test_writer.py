@@ -111,7 +111,7 @@ async def test_logprobs_merge_with_their_tokens() -> None:
     assert event.logprobs == (one, two)
 
 
-async def test_what_was_sent_is_sent_again_unchanged_and_what_came_since_waits_and_merges() -> None:
+async def test_sent_events_are_sent_again_unchanged_and_later_deltas_wait_and_merge() -> None:
     writer = Writer()
     writer.start()
     writer.delta(0, "a", (1,))
@@ -175,7 +175,7 @@ async def test_a_delta_after_the_end_is_our_bug() -> None:
     assert not await ending
 
 
-async def test_a_job_without_a_stream_writes_only_what_is_decided_and_that_it_has_ended() -> None:
+async def test_a_job_without_a_stream_writes_only_its_decision_and_its_end() -> None:
     writer = Writer(streamed=False)
     writer.start()
     writer.delta(0, "a", (1,))
@@ -190,7 +190,7 @@ async def test_a_job_without_a_stream_writes_only_what_is_decided_and_that_it_ha
     assert await ending
 
 
-async def test_waiting_ends_with_what_was_enqueued_before_and_not_with_what_came_after() -> None:
+async def test_waiting_covers_earlier_events_and_not_later_ones() -> None:
     writer = Writer()
     writer.delta(0, "a", (1,))
     before = await begun(writer.flushed())
@@ -205,7 +205,7 @@ async def test_waiting_ends_with_what_was_enqueued_before_and_not_with_what_came
     assert (await after, writer.fenced, writer.ended) == (False, True, False)
 
 
-async def test_after_it_is_given_up_nothing_is_taken_and_every_answer_is_no() -> None:
+async def test_an_abandoned_writer_takes_nothing_and_answers_false() -> None:
     writer = Writer()
     writer.delta(0, "a", (1,))
     writer.abandon()
@@ -229,7 +229,7 @@ async def test_staying_alive_writes_once_more_and_no_event() -> None:
     assert (writer.dirty, sent(writer.command())) == (True, Sent(1, []))
 
 
-async def test_hazard_staying_alive_while_the_end_is_on_its_way_would_end_the_stream_twice() -> None:
+async def test_hazard_staying_alive_while_the_end_is_in_flight_would_end_the_stream_twice() -> None:
     writer = Writer()
     ending = await begun(writer.end(COMPLETED))
     events = sent(writer.command()).events
@@ -243,7 +243,7 @@ async def test_hazard_staying_alive_while_the_end_is_on_its_way_would_end_the_st
     assert writer.ended
 
 
-async def test_what_can_never_be_written_is_raised_in_those_who_wait_and_who_come_later() -> None:
+async def test_a_write_that_can_never_succeed_raises_in_current_and_later_waiters() -> None:
     writer = Writer()
     writer.delta(0, "a", (1,))
     waiting = await begun(writer.flushed())

@@ -100,7 +100,7 @@ def test_character_is_released_by_its_last_byte_and_never_as_a_replacement() -> 
     assert [detokenizer.feed([byte]) for byte in "👋é".encode()] == ["", "", "", "👋", "", "é"]
 
 
-def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
+def test_only_the_possible_beginning_of_a_stop_string_is_held_back() -> None:
     detokenizer = ByteTokenizer().detokenizer([], ("</think>",))
     assert [detokenizer.feed([byte]) for byte in b"a<b</t"] == ["a", "", "<b", "", "", ""]
     assert detokenizer.feed(b"x") == "</tx"

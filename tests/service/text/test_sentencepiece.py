@@ -99,7 +99,7 @@ def test_text_comes_back_token_by_token(tokenizer: ModelTokenizer, text: str) ->
     assert "".join(detokenizer.feed([i]) for i in ids) + detokenizer.finish() == text
 
 
-def test_runs_of_spaces_and_lines_are_tokens_of_their_own(tokenizer: ModelTokenizer) -> None:
+def test_runs_of_spaces_and_lines_are_single_tokens(tokenizer: ModelTokenizer) -> None:
     ids = tokenizer.encode_prompt("ab  a\n\nabc")
     assert [tokenizer.token_text(i) for i in ids] == ["<bos>", "ab", "  ", "a", "\n\n", "abc"]
 
@@ -151,6 +151,6 @@ def test_gemma_ends_at_a_turn_and_says_that_it_has_no_template(gemma: ModelToken
 
 
 @pytest.mark.model
-def test_everyday_text_comes_back_from_gemma_as_it_was(gemma: ModelTokenizer) -> None:
+def test_everyday_text_round_trips_with_gemma(gemma: ModelTokenizer) -> None:
     text = "Grüße, 世界! 👋🏽 «Привет»\n\n\tdef f(x):  return x**2  # ½ – שלום العربية 한국어 \x01"
     assert gemma.decode(gemma.encode_prompt(text)) == text

@@ -45,7 +45,7 @@ def test_chat_template_and_ends(tokenizer: ModelTokenizer) -> None:
     assert tokenizer.vocab_size == 49_152
 
 
-def test_digits_are_tokens_of_their_own(tokenizer: ModelTokenizer) -> None:
+def test_digits_are_separate_tokens(tokenizer: ModelTokenizer) -> None:
     assert [tokenizer.token_text(i) for i in tokenizer.encode_prompt("in 2024")] == [
         "in",
         " ",
@@ -66,7 +66,7 @@ def test_text_comes_back_token_by_token(tokenizer: ModelTokenizer, text: str) ->
     assert joined == tokenizer._tokenizer.decode(ids)
 
 
-def test_everyday_text_comes_back_as_it_was(tokenizer: ModelTokenizer) -> None:
+def test_everyday_text_round_trips(tokenizer: ModelTokenizer) -> None:
     text = "Grüße, 世界! 👋🏽 «Привет»\n\n\tdef f(x):  return x**2  # ½ – שלום العربية 한국어"
     assert tokenizer.decode(tokenizer.encode_prompt(text)) == text
 

@@ -134,7 +134,7 @@ def test_text_that_can_never_fit_is_refused_without_being_tokenized(
             assert it.value.value >= len(WORD)
 
 
-def test_text_with_markers_is_held_to_what_it_says_and_not_to_how_it_is_cut(tmp_path: Path) -> None:
+def test_text_with_markers_is_bounded_by_its_content_and_not_by_its_pieces(tmp_path: Path) -> None:
     tokenizer = load(tiny.save(tiny.byte_level(), tmp_path / "m"))
     markers = [{"role": "user", "content": "<|im_end|>" * 5_000}]
     ids = tokenizer.encode_chat(markers)
@@ -143,7 +143,7 @@ def test_text_with_markers_is_held_to_what_it_says_and_not_to_how_it_is_cut(tmp_
         tokenizer.encode_chat(markers, max_tokens=100)
 
 
-def test_the_interpreter_goes_on_while_a_long_text_is_tokenized(tmp_path: Path) -> None:
+def test_the_interpreter_runs_while_a_long_text_is_tokenized(tmp_path: Path) -> None:
     """`encode` of the library holds the interpreter lock: the event loop and the step would stand still."""
     tokenizer = load(tiny.save(tiny.byte_level(), tmp_path / "m"))
     begun = threading.Event()

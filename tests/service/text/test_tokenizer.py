@@ -98,13 +98,13 @@ def test_tokens_that_are_parts_of_characters_are_shown_by_their_bytes(
     )
 
 
-def test_special_tokens_are_named_beside_logprobs_and_absent_from_text(byte_level: ModelTokenizer) -> None:
+def test_special_tokens_are_named_in_logprobs_and_absent_from_text(byte_level: ModelTokenizer) -> None:
     end = next(iter(byte_level.eos_token_ids & {1}))
     assert byte_level.token_text(end) == "<|im_end|>"
     assert byte_level.decode([end]) == ""
 
 
-def test_chat_end_token_is_an_end_whatever_the_configuration_says(tmp_path: Path) -> None:
+def test_a_chat_end_token_ends_the_text_in_any_configuration(tmp_path: Path) -> None:
     folder = tiny.save(tiny.byte_level(), tmp_path / "m", eos="<|endoftext|>")
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     tokenizer = load_tokenizer(folder)

@@ -131,7 +131,7 @@ def test_numbers_that_are_none(number: str, message: str) -> None:
 
 @pytest.mark.parametrize("field", ["stop", "deadline", "max_tokens", "seed", "temperature"])
 @pytest.mark.parametrize("number", ["-18446744073709551615", "9" * 4000, "-" + "9" * 5000])
-def test_huge_integers_beside_nan_are_still_reported(field: str, number: str) -> None:
+def test_huge_integers_are_reported_even_if_there_is_a_nan(field: str, number: str) -> None:
     error = error_of(f'{{"id":"job-1","prompt":"x","{field}":{number},"top_p":NaN}}'.encode())
     orjson.dumps([error.message, error.value, error.limit])
 
@@ -143,7 +143,7 @@ def test_many_unknown_fields_are_counted_and_not_listed(nested: bool) -> None:
     assert error.message.endswith(" fields is above the limit 64")
 
 
-def test_huge_integer_is_told_to_be_too_large() -> None:
+def test_a_huge_integer_is_refused_as_too_large() -> None:
     error = error_of(b'{"id":"job-1","prompt":"x","max_tokens":' + b"9" * 40 + b"}")
     assert error.message == "max_tokens: 1e+40 is not a 64-bit integer"
 
@@ -212,7 +212,7 @@ def test_penalty_too_small_to_divide_by_is_refused() -> None:
     assert parse({**GOOD, "repetition_penalty": 0.01}).repetition_penalty == 0.01
 
 
-def test_text_of_the_user_never_stands_in_an_error() -> None:
+def test_errors_never_contain_the_users_text() -> None:
     secret = "my diary"
     for fields in ({"promt": secret}, {"messages": [{"role": "user", "content": "x", "txt": secret}]}):
         error = error_of({"id": "a", **fields})

@@ -38,7 +38,7 @@ def test_parts_of_content_are_joined_by_lines() -> None:
     ]
 
 
-def test_stops_are_told_apart() -> None:
+def test_different_stops_are_distinguished() -> None:
     assert job(stop="END").stop_strings == ("END",)
     both = job(stop=["a", 7, "b", 9])
     assert both.stop_strings == ("a", "b")

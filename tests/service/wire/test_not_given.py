@@ -99,7 +99,7 @@ def test_openai_reply_sent_back_as_a_message_is_accepted() -> None:
         assert texts({"content": "Hi", name: [{"id": "call_1"}]}) is None, name
 
 
-def test_openai_reply_without_content_is_what_it_refused_with_or_nothing() -> None:
+def test_an_openai_reply_without_content_becomes_its_refusal_or_empty_text() -> None:
     assert texts({"content": None, "refusal": "I cannot."}) == ["Hello", "I cannot.", "Hello"]
     assert texts({"content": [{"type": "refusal", "refusal": "I cannot."}]}) == [
         "Hello",

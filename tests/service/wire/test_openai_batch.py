@@ -95,7 +95,7 @@ def test_completions_line(prompt: Any, field: str, value: Any) -> None:
         ({"model": "m"}, {}, "body.prompt: exactly one of messages, prompt, prompt_token_ids is needed, found none"),
     ],
 )  # fmt: skip
-def test_bad_line_is_told_in_the_lines_own_words(
+def test_a_bad_line_is_refused_by_the_lines_own_fields(
     body: dict[str, Any], more: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(JobError) as caught:

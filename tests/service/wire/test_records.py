@@ -85,7 +85,7 @@ def test_event_names_what_readers_rely_on() -> None:
         b'{"v":1,"id":"j","epoch":"0","seq":0,"kind":"start","resumed_tokens":[0]}',
     ],
 )
-def test_what_is_no_event_is_refused(data: bytes) -> None:
+def test_a_value_that_is_no_event_is_refused(data: bytes) -> None:
     with pytest.raises(InternalError, match="event"):
         parse_event(data)
 

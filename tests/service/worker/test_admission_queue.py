@@ -56,7 +56,7 @@ async def test_with_room_no_job_waits() -> None:
     assert len(queue.admission) == 0
 
 
-async def test_first_come_first_served_and_all_requests_at_once() -> None:
+async def test_jobs_are_admitted_in_order_with_all_requests_at_once() -> None:
     queue = Queue(3)
     async with asyncio.TaskGroup() as group:
         for job_id, num_requests in (("a", 4), ("b", 1), ("c", 2)):
@@ -73,7 +73,7 @@ async def test_first_come_first_served_and_all_requests_at_once() -> None:
     assert queue.num_free == 0
 
 
-async def test_who_is_called_in_vain_keeps_its_place() -> None:
+async def test_a_job_woken_without_room_keeps_its_place() -> None:
     """A preempted request took the place between the call and the look."""
     queue = Queue(0)
     async with asyncio.TaskGroup() as group:
@@ -89,7 +89,7 @@ async def test_who_is_called_in_vain_keeps_its_place() -> None:
     assert queue.took == ["a", "b"]
 
 
-async def test_nobody_looks_unless_called() -> None:
+async def test_waiting_jobs_check_for_room_only_when_woken() -> None:
     queue = Queue(0)
     async with asyncio.TaskGroup() as group:
         for job_id in ("a", "b", "c"):
@@ -105,7 +105,7 @@ async def test_nobody_looks_unless_called() -> None:
 
 
 @pytest.mark.parametrize("first_leaves", [True, False])
-async def test_leaving_is_at_once_wherever_one_stands(first_leaves: bool) -> None:
+async def test_a_job_leaves_at_once_from_any_place(first_leaves: bool) -> None:
     queue = Queue(1)
     big, small = new_run("big"), new_run("small")
     waits = [asyncio.create_task(queue.take(big, 2)), asyncio.create_task(queue.take(small, 1))]
@@ -132,7 +132,7 @@ async def test_late_and_cancelled_jobs_make_way() -> None:
     assert await queue.take(new_run("next"), 1) is Admission.ADMITTED
 
 
-async def test_leaving_without_standing_is_nothing() -> None:
+async def test_leaving_without_waiting_does_nothing() -> None:
     queue = Queue(1)
     run = new_run("a")
     queue.admission.leave(run)

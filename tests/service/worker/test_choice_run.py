@@ -13,7 +13,7 @@ def choice() -> ChoiceRun:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, len(OUTPUT)])
-def test_hazard_async_scheduling_hands_out_tokens_behind_a_stop_string(size: int) -> None:
+def test_hazard_async_scheduling_returns_tokens_after_a_stop_string(size: int) -> None:
     run = choice()
     text = ""
     for start in range(0, len(OUTPUT), size):

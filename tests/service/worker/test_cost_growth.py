@@ -105,7 +105,7 @@ def test_hazard_output_handling_is_linear_in_output_length(work: Callable[[int],
     assert all(longer <= LINEAR * shorter for shorter, longer in pairwise(calls)), calls
 
 
-def test_hazard_no_token_copies_what_came_before_it() -> None:
+def test_hazard_no_token_copies_the_earlier_output() -> None:
     """A copy of 16,000 tokens takes 128 KB, of their text 16 KB; a list grows now and then, not at every token."""
     output = Output()
     output.add(100)

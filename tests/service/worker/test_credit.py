@@ -104,7 +104,7 @@ def test_hazard_choices_count_in_intake_as_they_do_in_the_scheduler() -> None:
     assert worker.credit() == 0
 
 
-def test_what_is_not_decoded_counts_as_the_most_choices_seen_lately() -> None:
+def test_a_job_not_yet_decoded_counts_as_the_most_choices_seen_recently() -> None:
     worker = Worker()
     worker.note(16)
     for _ in range(3):
@@ -113,7 +113,7 @@ def test_what_is_not_decoded_counts_as_the_most_choices_seen_lately() -> None:
 
 
 @pytest.mark.parametrize("num_fetched", [113, 120, 127])
-def test_a_little_room_is_room_for_one_job(num_fetched: int) -> None:
+def test_any_room_is_room_for_one_job(num_fetched: int) -> None:
     worker = Worker()
     worker.note(16)
     for _ in range(num_fetched):
@@ -122,7 +122,7 @@ def test_a_little_room_is_room_for_one_job(num_fetched: int) -> None:
     assert worker.credit() == 1
 
 
-def test_an_idle_worker_asks_for_a_job_whatever_it_expects() -> None:
+def test_an_idle_worker_fetches_a_job_however_large_it_may_be() -> None:
     worker = Worker()
     worker.note(16)
     worker.table.mean_prompt_tokens = 1 << 20
@@ -142,7 +142,7 @@ def test_the_most_choices_are_forgotten_slowly_and_learnt_at_once() -> None:
 
 
 @pytest.mark.parametrize("blocked", ["healthy", "ready", "open"])
-def test_nothing_comes_in_while_the_way_out_is_blocked(blocked: str) -> None:
+def test_no_job_is_fetched_while_results_cannot_be_written(blocked: str) -> None:
     worker = Worker()
     setattr(worker.sink, blocked, False)
     assert worker.credit() == 0

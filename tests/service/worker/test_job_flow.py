@@ -71,7 +71,7 @@ async def test_a_send_of_a_job_that_was_lost_to_another_worker_is_withdrawn(work
     assert worker.names() == ["start", "delta", "decide", "abandon"]
 
 
-async def test_a_cancellation_while_the_result_is_on_its_way_changes_nothing(worker: FakeWorker) -> None:
+async def test_a_cancellation_while_the_result_is_in_flight_changes_nothing(worker: FakeWorker) -> None:
     request_id = await running(worker)
     worker.producer.may_send.clear()
     worker.flow.on_updates([tokens(request_id, 97, 98, 99, finish=FinishReason.LENGTH)])
@@ -82,7 +82,7 @@ async def test_a_cancellation_while_the_result_is_on_its_way_changes_nothing(wor
     assert dict(worker.log)["end"].status == "completed"
 
 
-async def test_what_an_earlier_attempt_decided_is_repeated_and_nothing_is_computed(
+async def test_a_decision_of_an_earlier_attempt_is_repeated_without_computing(
     worker: FakeWorker,
 ) -> None:
     request_id = await running(worker)
@@ -116,7 +116,7 @@ async def test_a_decided_result_that_is_none_of_ours_is_computed_again(worker: F
         (job(typo=1), "rejected", "unknown_field"),
     ],
 )
-async def test_what_cannot_run_is_refused_with_a_dead_letter_and_a_result(
+async def test_a_job_that_cannot_run_is_refused_with_a_dead_letter_and_a_result(
     worker: FakeWorker, value: bytes | None, status: str, code: str
 ) -> None:
     worker.deliver(value)
@@ -153,7 +153,7 @@ async def test_a_worker_that_closes_leaves_the_record_to_the_next_one(worker: Fa
     assert worker.completed == []
 
 
-async def test_a_result_that_its_topic_does_not_take_becomes_one_that_says_so(worker: FakeWorker) -> None:
+async def test_a_result_that_its_topic_refuses_is_replaced_by_one_that_says_so(worker: FakeWorker) -> None:
     request_id = await running(worker)
     worker.producer.failures = [JobError("record_too_large", "too large")]
     worker.flow.on_updates([tokens(request_id, 97, finish=FinishReason.STOP)])

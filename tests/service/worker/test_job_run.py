@@ -26,7 +26,7 @@ def test_the_time_in_the_backlog_counts() -> None:
     assert run_of(WALL_MS - 20_000).arrival_s == pytest.approx(480.0)
 
 
-def test_a_producer_whose_clock_is_ahead_gains_nothing() -> None:
+def test_a_producer_whose_clock_is_ahead_gets_no_later_deadline() -> None:
     run = run_of(WALL_MS + 20_000, deadline=30)
     assert run.arrival_s == NOW_S
     assert run.date_ms == WALL_MS + 20_000
@@ -43,7 +43,7 @@ def test_hazard_a_record_without_a_time_would_have_waited_since_1970(timestamp_m
 
 
 @pytest.mark.parametrize("age_s", [0.0, 20.0])
-def test_a_deadline_in_seconds_counts_from_the_stamp(age_s: float) -> None:
+def test_a_deadline_in_seconds_counts_from_the_timestamp(age_s: float) -> None:
     run = run_of(WALL_MS - int(age_s * 1000), deadline=30)
     assert run.has_time
     assert run.deadline_s == pytest.approx(NOW_S - age_s + 30)
