@@ -70,14 +70,14 @@ class TokenMask:
     vocab_size: int
 
     def unpacked(self) -> npt.NDArray[np.bool_]:
-        """[vocab_size]"""
+        """Return [vocab_size] bool."""
         bits = np.unpackbits(self.words.view(np.uint8), count=self.vocab_size, bitorder="little")
         return bits.view(np.bool_)
 
     def ceiling(self) -> npt.NDArray[np.float32]:
-        """[vocab_size]: infinity where a token is allowed, minus infinity where not.
+        """Return [vocab_size] float32: infinity where a token is allowed, minus infinity where not.
 
-        The smaller of it and the logits is four times as fast as writing into the logits by a boolean mask.
+        Taking the minimum of this and the logits is four times as fast as writing into the logits by a boolean mask.
         """
         return _CEILING_OF_BYTE.take(self.words.view(np.uint8), axis=0).reshape(-1)[: self.vocab_size]
 
@@ -90,7 +90,9 @@ class Grammars:
     """Compiled grammars of one vocabulary. `prepare` on any thread, `matcher` and `forget` on the step thread."""
 
     def __init__(self, vocabulary: TokenVocabulary, vocab_size: int) -> None:
-        """`vocab_size` is the model's: ids beyond the tokenizer's are never allowed. Takes about 0.2 s."""
+        """Takes about 0.2 s. vocab_size: the model's; ids beyond the tokenizer's are never allowed.
+
+        Raises GrammarError for a vocabulary without an end-of-sequence token."""
         tokens = [bytes(token) for token in vocabulary.token_bytes[:vocab_size]]
         tokens += [b""] * (vocab_size - len(tokens))
         ends = sorted(token_id for token_id in vocabulary.eos_token_ids if token_id < vocab_size)
@@ -120,7 +122,7 @@ class Grammars:
                 self._templates.popitem(last=False)
 
     def matcher(self, text: str) -> LLMatcher:
-        """A matcher at the start of the grammar; compiles only if `prepare` did not or the result was dropped."""
+        """Return a matcher at the start of the grammar. Raises GrammarError when compiling it, if needed, fails."""
         with self._lock:
             template = self._templates.get(text)
         if template is None:
@@ -163,7 +165,7 @@ class GrammarSlots:
             self._slots.pop(slot, None)
 
     def mask(self, row: ScheduledRow) -> TokenMask:
-        """For a row whose sampling has a grammar. Raises GrammarError, which is that row's alone.
+        """Return the tokens that may follow in a row with a grammar. Raises GrammarError, which fails that row alone.
 
         End-of-sequence tokens are allowed exactly where the output may end. After one, only they are allowed: such a
         row was planned before its token was known, and its own token does not count.
@@ -259,7 +261,7 @@ def _check(matcher: LLMatcher) -> None:
 
 
 def short_error(message: str, max_chars: int = 200) -> str:
-    """The line that names the problem; llguidance repeats whole grammars around it."""
+    """Return the line that names the problem; llguidance repeats whole grammars around it."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if lines and lines[0].startswith("NoExtension"):
@@ -293,5 +295,5 @@ class _GreedyTokenizer:
                     start = stop
                     break
             else:
-                break  # no token begins like this: the row will say that its grammar cannot be followed
+                break  # No token begins like this: the row will fail because its grammar cannot be followed.
         return token_ids

@@ -103,7 +103,10 @@ def make_decoder(
     quantized: bool = False,
     num_threads: int | None = None,
 ) -> FusedDecoder | PortableDecoder:
-    """A native family's decoder: one compiled call per step where processor and shapes allow it, else torch."""
+    """Build a native family's decoder: one compiled call per step where processor and shapes allow it, else torch.
+
+    weights: by Hugging Face name, matrices [num_outputs, num_inputs], norms and biases [size], any float type.
+    """
     if fused_supported(config, kv_pool, dtype, quantized=quantized):
         return FusedDecoder(config, weights, kv_pool, quantized=quantized, num_threads=num_threads)
     return PortableDecoder(config, weights, kv_pool, dtype=dtype, quantized=quantized)

@@ -1,4 +1,4 @@
-"""Memory of the process: large tensors on large pages, packed weights side by side, and what loading leaves behind."""
+"""Memory of the process: large tensors on large pages, packed weights side by side, and the release of free pages."""
 
 import ctypes
 import mmap
@@ -11,7 +11,7 @@ _ALIGNMENT = 64
 
 
 def use_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask for huge pages for memory that was not written yet; does nothing where there are none."""
+    """Ask for huge pages for a tensor [...] of any type that was not written yet; without them it does nothing."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None or tensor.device.type != "cpu":
         return
@@ -22,9 +22,9 @@ def use_huge_pages(tensor: torch.Tensor) -> None:
 
 
 def fresh_memory(num_bytes: int) -> torch.Tensor:
-    """Zeroed bytes [num_bytes] that the allocator has not used before, on large pages where there are any.
+    """Return zeroed uint8 [num_bytes] that the allocator has not used before, on large pages where there are any.
 
-    Memory that the allocator reuses keeps the pages it had, so advice would come too late.
+    Memory that the allocator reuses keeps the pages it had, so madvise would come too late.
     """
     memory = mmap.mmap(-1, num_bytes + _PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -37,8 +37,8 @@ def fresh_memory(num_bytes: int) -> torch.Tensor:
 class Arena:
     """Allocates tensors side by side, in the order in which a step reads them.
 
-    A matrix alone is often shorter than a large page, and a stream of reads that misses the translation cache every
-    4 KiB does not reach the memory's bandwidth.
+    A single matrix is often shorter than a large page, and reads that miss the TLB every 4 KiB do not reach the
+    memory's bandwidth.
     """
 
     def __init__(self, slab_bytes: int = _SLAB_BYTES) -> None:
@@ -47,7 +47,7 @@ class Arena:
         self._used = 0
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that is not written yet, 64-byte aligned; it keeps its slab alive."""
+        """Return an unwritten tensor [*shape] of `dtype`, 64-byte aligned; it keeps its slab alive."""
         num_bytes = shape.numel() * dtype.itemsize
         if self._used + num_bytes > self._slab.nbytes:
             self._slab = fresh_memory(max(num_bytes, self._slab_bytes))
@@ -58,7 +58,7 @@ class Arena:
 
 
 def release_free_memory() -> None:
-    """Give the allocator's free pages back to the system, where it has a call for that (glibc)."""
+    """Give the allocator's free pages back to the system, if it has a call for that (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -18,11 +18,11 @@ class PendingStep(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """`wait` would return at once, so beginning the next step first gains nothing."""
+        """Whether `wait` would return at once, so that beginning the next step first gains nothing."""
         ...
 
     def wait(self) -> StepResult:
-        """The result; call in the order of `begin`. Raises what the step raised, which means a bug of ours."""
+        """Return the result; call in the order of `begin`. Raises what the step raised, which means a bug of ours."""
         ...
 
 
@@ -62,7 +62,7 @@ class Runner(Protocol):
 
     @property
     def prefers_lookahead(self) -> bool:
-        """Steps run asynchronously to the host, so planning the next one meanwhile pays."""
+        """Whether steps run asynchronously to the host, so that planning the next one meanwhile saves time."""
         ...
 
     def constrain_with(self, grammars: Grammars) -> None:
@@ -70,7 +70,7 @@ class Runner(Protocol):
         ...
 
     def warmup(self) -> None:
-        """Compiles and touches everything a step needs, so that the first step is no slower than others."""
+        """Compile and touch everything that a step needs, so that the first step is no slower than others."""
         ...
 
     def begin(self, plan: StepPlan) -> PendingStep:
@@ -82,13 +82,16 @@ class Runner(Protocol):
         ...
 
     def step(self, plan: StepPlan) -> StepResult:
-        """`begin` and `wait` in one."""
+        """Begin a step and wait for it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """What a model is loaded with."""
+    """What a model is loaded with.
+
+    The constructor raises OptionsError, naming field, value and limit, if a value is out of range.
+    """
 
     model: str
     """A folder, a .gguf file or a known name."""

@@ -20,29 +20,33 @@ class DecoderWeights:
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """weights: by Hugging Face name. device, dtype: of the result; None keeps the tensor's own."""
+        """weights: by Hugging Face name, matrices [num_outputs, num_inputs], norms and biases [size], any float type.
+
+        device, dtype: of the results; None keeps the tensor's own.
+        """
         self.config = config
         self._weights, self._device, self._dtype = weights, device, dtype
 
     def matrix(self, *names: str) -> torch.Tensor:
-        """The named tensors, concatenated along their outputs."""
+        """Load tensors [num_outputs, ...] and concatenate them along their outputs."""
         loaded = [self._weights[name].to(self._device, self._dtype) for name in names]
         return loaded[0] if len(loaded) == 1 else torch.cat(loaded)
 
     def norm(self, name: str) -> torch.Tensor:
+        """Load a norm weight [size]; float32 where the model keeps its norms in float32."""
         dtype = torch.float32 if self.config.has_float32_norms else self._dtype
         return self._weights[name].to(self._device, dtype)
 
     def embedding(self) -> torch.Tensor:
-        """[vocab_size, hidden_size]"""
+        """Load the embedding [vocab_size, hidden_size]."""
         return self.matrix("model.embed_tokens.weight")
 
     def final_norm(self) -> torch.Tensor:
-        """[hidden_size]"""
+        """Load the weight of the last norm, [hidden_size]."""
         return self.norm("model.norm.weight")
 
     def head(self, embedding: torch.Tensor) -> torch.Tensor:
-        """[vocab_size, hidden_size]; the embedding itself if both are tied."""
+        """Load the head [vocab_size, hidden_size]; tied weights give `embedding` (same shape) itself."""
         return embedding if self.config.tie_word_embeddings else self.matrix("lm_head.weight")
 
     def layer(self, layer_idx: int) -> "LayerWeights":
@@ -50,19 +54,22 @@ class DecoderWeights:
 
 
 def rounded_embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
-    """Rounded to the model's type as in training: 640 ** 0.5 is 25.25 in bfloat16."""
+    """Return the embedding scale rounded to the model's type, as in training: 640 ** 0.5 is 25.25 in bfloat16."""
     return float(torch.tensor(config.embedding_scale, dtype=dtype))
 
 
 class LayerWeights:
-    """One layer's tensors, [num_outputs, num_inputs] and [num_outputs]."""
+    """One layer's tensors: matrices [num_outputs, num_inputs], norms and biases [size], in the source's dtype."""
 
     def __init__(self, source: DecoderWeights, prefix: str) -> None:
         self._source, self._config, self._prefix = source, source.config, prefix
 
     def norms(self) -> dict[str, torch.Tensor]:
-        """By role. Every model has input_norm and mlp_norm, some also post_attention_norm and post_mlp_norm, or
-        query_norm and key_norm."""
+        """Load the norm weights by role: [hidden_size], query_norm and key_norm [head_dim].
+
+        Every model has input_norm and mlp_norm; some also have post_attention_norm and post_mlp_norm, or query_norm
+        and key_norm.
+        """
         names = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
         if self._config.has_post_norms:
             names |= {
@@ -75,28 +82,33 @@ class LayerWeights:
         return {role: self._source.norm(f"{self._prefix}{name}.weight") for role, name in names.items()}
 
     def qkv(self) -> torch.Tensor:
-        """The projections to query, key and value, concatenated along their outputs."""
+        """Load the projections to query, key and value: [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]."""
         return self._source.matrix(*(f"{self._prefix}self_attn.{name}_proj.weight" for name in "qkv"))
 
     def qkv_bias(self) -> torch.Tensor | None:
+        """Load the bias of `qkv`: [(num_heads + 2 * num_kv_heads) * head_dim]; None for a model without one."""
         if not self._config.qkv_bias:
             return None
         return self._source.matrix(*(f"{self._prefix}self_attn.{name}_proj.bias" for name in "qkv"))
 
     def out(self) -> torch.Tensor:
+        """Load the output projection [hidden_size, num_heads * head_dim]."""
         return self._matrix("self_attn.o_proj")
 
     def gate(self) -> torch.Tensor:
+        """Load the gate projection [intermediate_size, hidden_size]."""
         return self._matrix("mlp.gate_proj")
 
     def up(self) -> torch.Tensor:
+        """Load the up projection [intermediate_size, hidden_size]."""
         return self._matrix("mlp.up_proj")
 
     def down(self) -> torch.Tensor:
+        """Load the down projection [hidden_size, intermediate_size]."""
         return self._matrix("mlp.down_proj")
 
     def gate_up(self) -> torch.Tensor:
-        """Gate and up, concatenated along their outputs."""
+        """Load gate and up as one matrix [2 * intermediate_size, hidden_size], gate first."""
         return torch.cat((self.gate(), self.up()))
 
     def _matrix(self, name: str) -> torch.Tensor:

@@ -33,7 +33,7 @@ class _Layer:
 
 
 class PortableDecoder:
-    """Weights under their Hugging Face names, bound to one KV pool. Used by one thread at a time."""
+    """A decoder with its weights, bound to one KV pool. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -44,6 +44,7 @@ class PortableDecoder:
         dtype: torch.dtype,
         quantized: bool,
     ) -> None:
+        """weights: by Hugging Face name: matrices [num_outputs, num_inputs], others [size]; any float type."""
         self.config = config
         self.kv_pool = kv_pool
         device = kv_pool.keys.device
@@ -58,7 +59,7 @@ class PortableDecoder:
         self._gate = silu_mul_reference if config.activation == "silu" else gelu_mul_reference
 
     def warmup(self) -> None:
-        """Nothing here is compiled."""
+        """Do nothing: no part of this model is compiled."""
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -76,7 +77,7 @@ class PortableDecoder:
         return self._head(self._normed(x[batch.sample_indices], self._final_norm)).float()
 
     def _attend(self, idx: int, x: torch.Tensor, rotation: _Rotation, batch: ForwardBatch) -> torch.Tensor:
-        """Attention output [num_tokens, num_heads * head_dim] of layer `idx`; its K/V goes into the pool."""
+        """Write the K/V of layer `idx` into the pool; return attention's output [num_tokens, num_heads * head_dim]."""
         config, layer = self.config, self._layers[idx]
         heads = layer.qkv(x).view(x.shape[0], -1, config.head_dim)
         query, key, value = heads.tensor_split(

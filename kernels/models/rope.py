@@ -20,6 +20,7 @@ class RotaryTables:
         self.pairs = [_tables(each, num_positions, device) for each in frequencies]
 
     def of(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the layer's cos and sin, each [num_positions, head_dim / 2] float32."""
         return self.pairs[self.kinds[layer_idx]]
 
 
@@ -31,7 +32,10 @@ def _tables(
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
-    """[head_dim / 2] float32: the angle by which each pair of a head rotates per position."""
+    """Return [head_dim / 2] float32: the angle by which each pair of a head rotates per position.
+
+    Raises ValueError for a kind of scaling other than llama3 and linear.
+    """
     half = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inv_freq = 1.0 / (theta**half)
     return inv_freq if scaling is None else _scaled(inv_freq, scaling)

@@ -9,12 +9,12 @@ from kernels.memory import use_huge_pages
 
 
 def lane_width(dtype: torch.dtype) -> int:
-    """Number of values in a 32-bit lane: dot-product instructions multiply two-byte types in pairs."""
+    """Return the number of values in a 32-bit lane: dot-product instructions multiply two-byte types in pairs."""
     return 4 // dtype.itemsize
 
 
 def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Memory of one block over all layers, keys and values together."""
+    """Return the size of one block in bytes, over all layers, keys and values together."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * dtype.itemsize
 
 
@@ -35,6 +35,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
+        """Raises ValueError unless num_blocks > 0 and 16 divides block_size and 2 * pack divides head_dim."""
         pack = lane_width(dtype)
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}; at least 1 is needed")
@@ -69,7 +70,7 @@ class KVPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    # One head's block fills a usual page, so attention would need a page translation for each.
+    # One head's block fills a 4 KiB page, so attention would need a TLB entry for each.
     tensor = torch.empty(shape, dtype=dtype, device=device)
     use_huge_pages(tensor)
     return tensor.zero_()

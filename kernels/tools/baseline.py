@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from typing import Any, Literal
 
 import torch
 from transformers import GenerationConfig
-from transformers.utils import logging as transformers_logging
 
+from kernels.models.transformers.quiet import quiet_transformers
 from kernels.tools.baseline_model import load_baseline_model
 from kernels.weights.source import ModelSource
 
@@ -83,7 +82,7 @@ def run_baselines(
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     use_gpu = options.device != "cpu" and torch.cuda.is_available()
-    with _quiet():
+    with quiet_transformers(logging.CRITICAL):  # standard error is for our own lines
         try:
             model = load_baseline_model(
                 source, getattr(torch, options.dtype), torch.device("cuda" if use_gpu else "cpu")
@@ -99,20 +98,6 @@ def run_baselines(
         for name, (way, some) in zip(NAMES, ways, strict=True):
             yield name, None
             yield name, _measure(way, some)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' advice on standard error, which is for our own lines."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(logging.CRITICAL)
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers_logging.set_verbosity(level)
 
 
 def _measure(way: _Way, requests: Sequence[Request]) -> Outcome:

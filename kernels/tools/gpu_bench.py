@@ -117,7 +117,7 @@ def matrix_flops(device: torch.device, sizes: BenchSizes) -> float:
 
 
 def _attention(device: torch.device, sizes: BenchSizes, bandwidth: float) -> Iterator[Measured]:
-    """Timed as a graph over several layers' K/V: a step reads each once, and one alone may fit the L2 cache."""
+    """Time a graph over several layers' K/V: a step reads each once, and one alone may fit the L2 cache."""
     c = sizes.config
     for num_rows, context in sizes.attention:
         shape = AttentionSizes(num_rows, 1, context, c.head_dim, c.num_heads, c.num_kv_heads)
@@ -192,6 +192,7 @@ class RandomWeights(Mapping[str, torch.Tensor]):
         self._shapes = dict(_weight_shapes(config))
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        """Make the named weight, a matrix [num_outputs, num_inputs] or a norm [size]."""
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.ones(shape, device=self._device, dtype=self._dtype)

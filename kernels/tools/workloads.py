@@ -71,7 +71,10 @@ def decode_batch(num_rows: int, new_tokens: int, context_len: int, device: torch
 
 
 def tuning_workload(op: str, bucket: str, device: torch.device, *, scale: int = 1) -> Workload:
-    """The workload for an entry of the tuning table; `scale` > 1 divides sizes, for a run without a GPU."""
+    """Return the workload for an entry of the tuning table; `scale` > 1 divides sizes, for a run without a GPU.
+
+    Raises KeyError for an op without a workload.
+    """
     dtype = torch.bfloat16
     if op == "paged_decode":
         return attention(AttentionSizes(32 // scale, 1, 8192 // scale, int(bucket[1:])), device, dtype)

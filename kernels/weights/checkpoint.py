@@ -21,14 +21,16 @@ _PICTURES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 class Weights(Mapping[str, torch.Tensor]):
     """Tensors by name, read and converted at each access and not kept.
 
-    A model that takes each name once never has more than one tensor twice in memory.
+    A model that reads each name once never has more than one tensor twice in memory.
     """
 
     def __init__(self, reader: TensorReader, dtype: torch.dtype) -> None:
+        """dtype: to which tensors [...] are converted; norms of Gemma 3 become float32."""
         self._reader = reader
         self._dtype = dtype
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        """Read a tensor [...] of the shape that `reader.shapes` gives. Raises KeyError for an unknown name."""
         if name not in self._reader.shapes:
             raise KeyError(name)
         return self._reader.load(name, self._dtype)

@@ -29,7 +29,7 @@ _KINDS = ("sliding_attention", "full_attention")
 
 
 def with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """The text part with all defaults filled in and the rotary fields of full attention at the top level."""
+    """Return the text part with all defaults filled in and the rotary fields of full attention at the top level."""
     full = _DEFAULTS | {name: value for name, value in raw.items() if value is not None}
     parameters = _object(path, full, "rope_parameters")
     local = parameters.get("sliding_attention") or {}
@@ -50,7 +50,10 @@ def _object(path: Path, raw: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def text_part(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """The text part of a model that also reads images; text runs the same without them."""
+    """Return the text part of a model that also reads images; text runs the same without them.
+
+    Raises ModelFileError if text_config is no object.
+    """
     text = raw.get("text_config")
     if not isinstance(text, dict):
         raise ModelFileError(f"{path}: text_config is {text!r:.100}; it must be an object")
@@ -59,7 +62,10 @@ def text_part(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_fields(path: Path, full: dict[str, Any]) -> dict[str, Any]:
-    """The fields of ModelConfig that only Gemma 3 has, from what `with_defaults` gives."""
+    """Return the fields of ModelConfig that only Gemma 3 has, from what `with_defaults` gives.
+
+    Raises ModelFileError for a field that is not a positive number.
+    """
     values = {
         name: full[name] for name in ("sliding_window", "rope_local_base_freq", "query_pre_attn_scalar")
     }
@@ -76,7 +82,7 @@ def read_fields(path: Path, full: dict[str, Any]) -> dict[str, Any]:
 
 
 def family_fields(hidden_size: int) -> dict[str, Any]:
-    """The fields of ModelConfig that follow from the family."""
+    """Return the fields of ModelConfig that follow from the family."""
     return {
         "qk_norm": True,
         "embedding_scale": hidden_size**0.5,

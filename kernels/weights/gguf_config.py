@@ -1,4 +1,4 @@
-"""GGUF metadata to a ModelConfig."""
+"""Converts GGUF metadata to a ModelConfig."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "toke
 
 
 def read_config(file: GgufFile, rope_factors: npt.NDArray[np.float32] | None) -> ModelConfig:
-    """`rope_factors` is the tensor rope_freqs.weight, in which converters bake Llama 3's scaling.
+    """Read the config. rope_factors: rope_freqs.weight [head_dim / 2], into which converters bake Llama 3's scaling.
 
     Raises ModelFileError naming the key that is missing, malformed or unsupported.
     """
@@ -108,7 +108,7 @@ class _Keys:
 
 
 def _gemma3_fields(keys: _Keys) -> dict[str, Any]:
-    """Files give only the window; pattern, local theta and the 27B model's scale are llama.cpp's constants."""
+    """Read the window, which is all that files give; pattern, local theta and the 27B's scale are llama.cpp's."""
     num_layers, num_heads = keys.integer("block_count"), keys.integer("attention.head_count")
     hidden_size = keys.integer("embedding_length")
     window, period = (
@@ -176,7 +176,7 @@ def _llama3_scaling(keys: _Keys, head_dim: int, found: npt.NDArray[np.float32]) 
 
 
 def llama3_factors(scaling: RopeScaling, theta: float, head_dim: int) -> npt.NDArray[np.float64]:
-    """[head_dim / 2]: the divisor of each frequency (the Llama 3.1 release's formula)."""
+    """Return [head_dim / 2] float64: the divisor of each frequency (the Llama 3.1 release's formula)."""
     frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     wavelengths = 2 * np.pi / frequencies
     low, high = scaling.low_freq_factor, scaling.high_freq_factor

@@ -53,7 +53,7 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 def open_gguf(path: Path) -> tuple[ModelConfig, "GgufTensors"]:
-    """Raises ModelFileError for a file that is damaged or of a kind we cannot run."""
+    """Open a file. Raises ModelFileError if it is damaged or of a kind we cannot run, OSError if it cannot be read."""
     file = GgufFile(path)
     config = read_config(file, _rope_factors(file))
     return config, GgufTensors(file, config)
@@ -81,6 +81,7 @@ class GgufTensors:
         return self._file.path
 
     def load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Read a tensor of shape `shapes[name]`, dequantized and converted to `dtype`."""
         info = self._infos[name]
         tensor = _dequantize(self._file, info, dtype)
         permuted = _PERMUTED.match(info.name) if self._config.model_type == "llama" else None

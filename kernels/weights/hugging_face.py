@@ -31,7 +31,7 @@ class HuggingFaceConfig:
 
 
 def open_config(folder: Path) -> HuggingFaceConfig:
-    """Raises ModelFileError when config.json is unreadable."""
+    """Read config.json. Raises ModelFileError if it is unreadable."""
     path = folder / "config.json"
     raw = _read_json(path)
     return HuggingFaceConfig(
@@ -40,7 +40,7 @@ def open_config(folder: Path) -> HuggingFaceConfig:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Raises ModelFileError naming the field that is missing, malformed or beyond the native decoders."""
+    """Read the config. Raises ModelFileError naming a field that is missing, malformed or not supported natively."""
     opened = open_config(folder)
     path, raw = opened.path, opened.raw
     if opened.foreign_field is not None:
@@ -75,6 +75,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def check_heads(path: Path, config: ModelConfig) -> None:
+    """Raises ModelFileError if heads cannot be grouped evenly or a head has an odd size."""
     if config.num_heads % config.num_kv_heads:
         raise ModelFileError(
             f"{path}: {config.num_heads} attention heads cannot share "
@@ -161,7 +162,10 @@ def _other_fields(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """The ids of generation_config.json first, then those that only config.json has."""
+    """Return the ids of generation_config.json first, then those that only config.json has.
+
+    Raises ModelFileError if a file is unreadable or eos_token_id is neither an id nor a list of ids.
+    """
     sources = [_read_json(folder / "config.json")]
     if (folder / "generation_config.json").is_file():
         sources.insert(0, _read_json(folder / "generation_config.json"))

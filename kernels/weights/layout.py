@@ -23,14 +23,16 @@ class TensorReader(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def file_of(self, name: str) -> Path:
-        """The file that holds a tensor, for messages."""
+        """Return the file that holds a tensor, for messages."""
         ...
 
-    def load(self, name: str, dtype: torch.dtype) -> torch.Tensor: ...
+    def load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Read a tensor of shape `shapes[name]`, converted to `dtype` (norms of Gemma 3 to float32)."""
+        ...
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model by its Hugging Face name."""
+    """Return the shape of every tensor of the model by Hugging Face name."""
     shapes: dict[str, tuple[int, ...]] = {
         EMBEDDING: (config.vocab_size, config.hidden_size),
         "model.norm.weight": (config.hidden_size,),
@@ -66,7 +68,7 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def check_layout(path: Path, config: ModelConfig, reader: TensorReader) -> None:
-    """Raises ModelFileError for a missing tensor, a wrong shape, or a tensor the model would ignore.
+    """Raises ModelFileError for a missing tensor, a wrong shape, or a tensor that the model would ignore.
 
     `path` is the checkpoint's; messages on existing tensors name the tensor's own file.
     """
@@ -96,7 +98,8 @@ def check_layout(path: Path, config: ModelConfig, reader: TensorReader) -> None:
 def has_head_of_its_own(config: ModelConfig, reader: TensorReader) -> bool:
     """Whether a checkpoint with tied embeddings holds a different head, which is then used.
 
-    transformers does so since version 5. Both tensors are read once, and only if both exist.
+    transformers does so since version 5. Both tensors are read once, and only if both exist. Raises ModelFileError if
+    their shapes differ.
     """
     if not config.tie_word_embeddings or not {LM_HEAD, EMBEDDING} <= reader.shapes.keys():
         return False

@@ -32,9 +32,10 @@ class _Handle(Protocol):
 
 
 class SafetensorsFolder:
-    """Memory-mapped; a tensor is read when it is asked for."""
+    """The tensors of memory-mapped files; each is read when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises ModelFileError if a file is missing, damaged or contradicts the index."""
         self._folder = folder
         index = _read_index(folder)
         self._files = {name: _open(folder / name) for name in sorted({*index.values()} or {_SINGLE})}
@@ -67,6 +68,7 @@ class SafetensorsFolder:
         return self._folder / self._file_of[name]
 
     def load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Read a tensor of shape `shapes[name]`, converted to `dtype`."""
         return self._files[self._file_of[name]].get_tensor(name).to(dtype)
 
 

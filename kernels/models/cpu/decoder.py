@@ -39,7 +39,7 @@ def fused_supported(
 
 
 class FusedDecoder:
-    """Weights under their Hugging Face names, bound to one KV pool. Used by one thread at a time."""
+    """A decoder with its weights, bound to one KV pool. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -50,6 +50,10 @@ class FusedDecoder:
         quantized: bool,
         num_threads: int | None,
     ) -> None:
+        """weights: by Hugging Face name, matrices [num_outputs, num_inputs], norms and biases [size], any float type.
+
+        num_threads: None for torch's number.
+        """
         self.config = config
         self.kv_pool = kv_pool
         self._quantized = quantized
@@ -171,7 +175,7 @@ class FusedDecoder:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Write the batch's K/V into the pool and return the logits [num_sampled, vocab_size] in float32.
 
-        The next call overwrites them.
+        The next call overwrites these. Raises IndexError for an index outside the pool or the vocabulary.
         """
         num_tokens, num_sampled = batch.token_ids.shape[0], batch.sample_indices.shape[0]
         self._check(batch)

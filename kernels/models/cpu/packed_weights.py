@@ -26,6 +26,7 @@ class PackedWeights:
     """
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor], *, quantized: bool) -> None:
+        """weights: by Hugging Face name, matrices [num_outputs, num_inputs], norms and biases [size]."""
         self._config = config
         self._quantized = quantized
         self._arena = Arena()

@@ -1,7 +1,7 @@
 """The forward pass of the native families on a CUDA device: Triton kernels around cuBLAS's matrices.
 
-It also runs on CPU tensors, in Triton's interpreter and without graphs. That is slow, but allows the whole forward pass
-to be compared with the reference where there is no GPU.
+It also runs on CPU tensors, in Triton's interpreter and without graphs. That is slow, but lets tests compare the whole
+forward pass with the reference where there is no GPU.
 """
 
 from collections.abc import Mapping
@@ -72,7 +72,7 @@ def _load_layer(source: DecoderWeights, rotary: RotaryTables, layer_idx: int) ->
 
 
 class GpuDecoderModel:
-    """Weights under their Hugging Face names, bound to one KV pool; the pool's device is the model's.
+    """A decoder with its weights, bound to one KV pool; it runs on the pool's device.
 
     Step thread only. Batches come from the host and are copied to the device at once. A token id of -1 - slot stands
     for the token that `inputs` has for the slot and the position. `forward` does not wait for the device.
@@ -88,7 +88,10 @@ class GpuDecoderModel:
         inputs: StepInputs | None = None,
         max_model_len: int | None = None,
     ) -> None:
-        """inputs: shared with the sampler; None without one. max_model_len: the longest context to warm up for."""
+        """weights: by Hugging Face name, matrices [num_outputs, num_inputs], norms and biases [size], any float type.
+
+        inputs: shared with the sampler; None without one. max_model_len: the longest context to warm up for.
+        """
         self.config = config
         self.kv_pool = kv_pool
         self.device = kv_pool.device
@@ -109,7 +112,7 @@ class GpuDecoderModel:
 
     @property
     def layer_parameters(self) -> int:
-        """Number of elements of the matrices that every token passes through, without the head."""
+        """Number of elements of the matrices that every token is multiplied with, without the head."""
         return sum(layer.num_parameters for layer in self._layers)
 
     @property
@@ -128,7 +131,7 @@ class GpuDecoderModel:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Write the batch's K/V into the pool and return the logits [num_sampled, vocab_size] in float32.
 
-        They are on the device and valid until the next call, in stream order.
+        The logits are on the device and valid until the next call, in stream order.
         """
         num_rows = batch.context_lens.shape[0]
         if batch.num_decode_rows == num_rows and num_rows <= self._graphs.max_batch:

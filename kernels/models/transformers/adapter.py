@@ -34,7 +34,7 @@ class Attention(Protocol):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
-        """[num_tokens, num_heads, size of a value] from query [num_tokens, num_heads, head_dim].
+        """Attend from query [num_tokens, num_heads, head_dim]; return [num_tokens, num_heads, size of a value].
 
         `options` holds the model's other arguments, such as `scaling` and `softcap`.
         """
@@ -74,7 +74,7 @@ class _PagedAttention:
         return attended[..., : value.shape[2]]
 
     def _wide(self, heads: torch.Tensor) -> torch.Tensor:
-        """Padded with zeros to the pool's head size; they add nothing to a score."""
+        """Pad with zeros to the pool's head size; the zeros add nothing to a score."""
         missing = self._head_dim - heads.shape[2]
         return F.pad(heads, (0, missing)) if missing else heads
 
@@ -95,9 +95,10 @@ class AdapterModel:
         self._spans = spans
 
     def warmup(self) -> None:
-        """Nothing here is compiled."""
+        """Do nothing: no part of this model is compiled."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Write the batch's K/V into the pool and return the logits [num_sampled, vocab_size] in float32."""
         attention = _PagedAttention(self.kv_pool, self.config.head_dim, self._spans, batch)
         return run(self._model, attention, batch.token_ids, batch.positions, batch.sample_indices)
 
@@ -110,7 +111,10 @@ def run(
     positions: torch.Tensor,
     sample_indices: torch.Tensor,
 ) -> torch.Tensor:
-    """Logits [num_sampled, vocab_size] in float32 of a model whose attention is ours."""
+    """Run a model whose attention is ours; return the logits [num_sampled, vocab_size] in float32.
+
+    token_ids and positions are [num_tokens] int64, sample_indices [num_sampled] int64.
+    """
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     options = {"logits_to_keep": sample_indices} if keeps else {}
     token = _current.set(attention)
@@ -135,7 +139,7 @@ def attention_forward(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' signature: [1, heads, num_tokens, head_dim] in, [1, num_tokens, heads, head_dim] out."""
+    """Attend as transformers asks: [1, heads, num_tokens, head_dim] in, [1, num_tokens, heads, head_dim] out."""
     options |= {"module": module, "attention_mask": attention_mask}
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     return _current.get().attend(query, key, value, options).unsqueeze(0), None

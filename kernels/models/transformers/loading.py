@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,13 +10,13 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from kernels.config import ModelConfig
 from kernels.errors import ModelFileError
 from kernels.models.transformers.adapter import AdapterModel, Span
 from kernels.models.transformers.check import BLOCK_SIZE, NUM_BLOCKS, check_logits, own_logits
 from kernels.models.transformers.probe import FAR, LayerNeeds, probe_layers
+from kernels.models.transformers.quiet import quiet_transformers
 from kernels.runtime.kv_pool import KVPool
 from kernels.weights.hugging_face import read_eos_token_ids
 
@@ -46,7 +45,7 @@ def load_adapter(folder: Path, dtype: torch.dtype, device: torch.device) -> Load
     Raises ModelFileError for a model whose layers are not all causal softmax attention, or whose logits are not
     those of its own attention: a small mixed batch is computed both ways.
     """
-    with _quiet():
+    with quiet_transformers(logging.ERROR):  # the checks here report what matters
         return _load_checked(folder, dtype, device)
 
 
@@ -69,20 +68,6 @@ def _load_checked(folder: Path, dtype: torch.dtype, device: torch.device) -> Loa
     pool = KVPool(loaded.config, NUM_BLOCKS, BLOCK_SIZE, model.dtype, model.device)
     check_logits(folder, loaded.bind(pool), model, expected)
     return loaded
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and advice on standard error; the checks here report what matters."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(logging.ERROR)
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers_logging.set_verbosity(level)
 
 
 @contextmanager

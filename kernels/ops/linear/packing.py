@@ -36,7 +36,10 @@ def pack_linear(
     quantized: bool = False,
     arena: Arena | None = None,
 ) -> PackedLinear:
-    """Pack weight [num_outputs, num_inputs] into the arena; num_inputs must be a multiple of 4."""
+    """Pack a weight [num_outputs, num_inputs] and a bias [num_outputs], both of any float type, into the arena.
+
+    Raises ValueError if num_inputs is not a multiple of 4.
+    """
     arena = arena or Arena()
     num_outputs, num_inputs = weight.shape
     if num_inputs % 4:
@@ -59,7 +62,7 @@ def pack_linear(
 
 
 def group_size(num_inputs: int) -> int:
-    """Inputs that share an activation scale: the largest divisor up to 64 that is a multiple of 16, else all."""
+    """Return how many inputs share an activation scale: the largest divisor up to 64 that 16 divides, else all."""
     return next((size for size in range(64, 15, -16) if num_inputs % size == 0), num_inputs)
 
 

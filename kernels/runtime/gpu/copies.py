@@ -9,11 +9,11 @@ class Event(Protocol):
     """A point in a stream."""
 
     def query(self) -> bool:
-        """Whether everything before it is done."""
+        """Return whether everything before this point is done."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until everything before it is done."""
+        """Block the calling thread until everything before this point is done."""
         ...
 
 
@@ -25,9 +25,13 @@ class Copies(Protocol):
         """Whether asynchronous copies need pinned host memory."""
         ...
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None: ...
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy `source` [...] to `target`, which has the same shape and dtype."""
+        ...
 
-    def record(self) -> Event: ...
+    def record(self) -> Event:
+        """Return the point after all copies so far."""
+        ...
 
 
 class _Done:
@@ -44,6 +48,7 @@ class ImmediateCopies:
     pins = False
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy `source` [...] to `target`, which has the same shape and dtype, before returning."""
         target.copy_(source)
 
     def record(self) -> Event:
@@ -59,6 +64,7 @@ class StreamCopies:
         self._device = device
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue the copy of `source` [...] to `target`, which has the same shape and dtype."""
         target.copy_(source, non_blocking=True)
 
     def record(self) -> Event:

@@ -26,6 +26,7 @@ class GpuKVPool:
         dtype: torch.dtype,
         device: torch.device | str = "cuda",
     ) -> None:
+        """Raises ValueError unless num_blocks > 0, block_size is a multiple of 16 and head_dim even and at most 256."""
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}; at least 1 is needed")
         if block_size < 1 or block_size % 16:
@@ -53,7 +54,7 @@ class GpuKVPool:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, all layers, (source, destination); destinations must be distinct from sources.
 
-        Does not wait for the device. Needs its own upload, because it runs before the step's.
+        This does not wait for the device. It needs its own upload, because it runs before the step's.
         """
         if not pairs:
             return

@@ -13,6 +13,7 @@ class Fetched:
     """Integers that are being copied to the host."""
 
     def __init__(self, memory: torch.Tensor, event: Event) -> None:
+        """memory: [n] int32 on the host, complete at `event`."""
         self._memory: torch.Tensor | None = memory
         self._event = event
         self._values: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
@@ -22,7 +23,7 @@ class Fetched:
         return self._memory is None or self._event.query()
 
     def wait(self) -> npt.NDArray[np.int32]:
-        """The values, which stay valid when the memory is reused."""
+        """Block until the copy is done; return the values [n] int32, which stay valid when the memory is reused."""
         if self._memory is not None:
             self._event.synchronize()
             self._values, self._memory = self._memory.numpy().copy(), None

@@ -31,15 +31,16 @@ class StepInputs:
         self._arrived: dict[str, torch.Tensor] | None = None
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Upload these with the model's tensors; replaces what was added before."""
+        """Keep host tensors [...] of any type for the next upload; they replace what was added before."""
         self._added, self._arrived = tensors, None
 
     def upload(
         self, tensors: Mapping[str, torch.Tensor], into: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """The model's tensors on the device, at the beginning of `into`; uploads what was added as well.
+        """Upload the model's tensors [...] and what was added; return the model's on the device, by the same names.
 
-        What does not fit a target of fixed size, such as a long history, takes a second copy.
+        `into` [num_bytes] uint8 gets the model's tensors at its beginning. Added tensors that do not fit behind them,
+        such as a long history, take a second copy.
         """
         added = {f"added.{name}": tensor for name, tensor in self._added.items()}
         both = {**tensors, **added}
@@ -51,11 +52,11 @@ class StepInputs:
         return on_device
 
     def upload_batch(self, batch: ForwardBatch) -> ForwardBatch:
-        """The same batch on the device, in one copy with what the sampler has added."""
+        """Copy the batch, and what the sampler has added, to the device at once; return the batch there."""
         return ForwardBatch(**self.upload(batch_tensors(batch)), num_decode_rows=batch.num_decode_rows)
 
     def take(self) -> dict[str, torch.Tensor]:
-        """What was added, on the device; uploads it now if no model ran in between."""
+        """Return what was added, [...] on the device; upload it now if no model ran since."""
         arrived, added = self._arrived, self._added
         self._added, self._arrived = {}, None
         if arrived is None:
@@ -64,4 +65,5 @@ class StepInputs:
 
 
 def batch_tensors(batch: ForwardBatch) -> dict[str, torch.Tensor]:
+    """Return the batch's tensors by field name, with the shapes [...] and dtypes that ForwardBatch gives."""
     return {name: getattr(batch, name) for name in _BATCH_TENSORS}

@@ -26,17 +26,17 @@ class Staging:
         """The number of uploads so far; a step should need one."""
 
     def new_target(self, num_bytes: int) -> torch.Tensor:
-        """[num_bytes] uint8 on the device, to upload into."""
+        """Allocate [num_bytes] uint8 on the device, to upload into."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def upload(
         self, tensors: Mapping[str, torch.Tensor], into: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """The same names with tensors on the device.
+        """Copy tensors [...] of any type to the device; return them under the same names.
 
-        With `into` they are placed there in order and must fit. The address of each depends on the shapes before it,
-        which CUDA graphs rely on, and the next upload overwrites them in stream order. Without `into` they get new
-        memory.
+        With `into`, [num_bytes] uint8, they are placed there in order and must fit. The address of each depends on the
+        shapes before it, which CUDA graphs rely on, and the next upload overwrites them in stream order. Without `into`
+        they get new memory.
         """
         offsets, total = _layout(tensors)
         target = self.new_target(total) if into is None else into
@@ -70,7 +70,7 @@ class _HostBuffer:
 
 
 def num_staged_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """The bytes that these tensors occupy in a target."""
+    """Return the bytes that tensors [...] of any type occupy in a target."""
     return _layout(tensors)[1]
 
 

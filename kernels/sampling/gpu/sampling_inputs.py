@@ -28,7 +28,7 @@ class RowParams:
 
 
 def row_error(row: ScheduledRow, vocab_size: int) -> str | None:
-    """Why the row cannot be sampled: it names an id outside the vocabulary. None: it can."""
+    """Return why the row cannot be sampled: it names an id outside the vocabulary. None: it can."""
     params = row.params
     error = outside("logit_bias", (token_id for token_id, _ in params.logit_bias), vocab_size)
     if error is None and params.has_penalties and row.history is not None:
@@ -37,7 +37,7 @@ def row_error(row: ScheduledRow, vocab_size: int) -> str | None:
 
 
 def prepare(row: ScheduledRow, vocab_size: int, error: str | None) -> RowParams:
-    """The parameters of a row; without what is wrong, if it has an `error`."""
+    """Return the parameters of a row; if it has an `error`, without the invalid ones."""
     params = row.params
     bias = dict(params.logit_bias) if error is None else {}
     if params.grammar is None and row.is_banning:  # a grammar's mask includes the bans
@@ -71,7 +71,12 @@ def _counts_of(prompt: Sequence[int], generated: Sequence[int]) -> dict[int, int
 
 
 def host_tensors(rows: Sequence[RowParams]) -> dict[str, torch.Tensor]:
-    """All that is known before the forward pass; `sampling_inputs` reads them on the device."""
+    """Return what is known before the forward pass as host tensors, which `sampling_inputs` reads on the device.
+
+    parameters [num_rows, 6] float64; seeds and positions [num_rows] int64; top_ks, slots and counted_slots [num_rows]
+    int32. bias and history, if any, are each _start [num_rows + 1] int32, _ids [n] int32 and _values [n], float32 for
+    bias and int32 for history.
+    """
     tensors = {
         "parameters": torch.tensor([row.parameters for row in rows], dtype=torch.float64),
         "seeds": torch.tensor([_as_signed(row.seed) for row in rows], dtype=torch.int64),
@@ -90,7 +95,7 @@ def host_tensors(rows: Sequence[RowParams]) -> dict[str, torch.Tensor]:
 
 
 def mask_tensors(masks: Mapping[int, npt.NDArray[np.int32]], num_rows: int) -> dict[str, torch.Tensor]:
-    """The tensors of Allowed. `masks`: [ceil(vocab_size / 32)] each, by index of the row."""
+    """Return the tensors of Allowed. masks: by index of the row, [ceil(vocab_size / 32)] int32 each."""
     lines = torch.full((num_rows,), -1, dtype=torch.int32)
     lines[list(masks)] = torch.arange(len(masks), dtype=torch.int32)
     return {"lines": lines, "words": torch.from_numpy(np.stack(list(masks.values())))}
@@ -102,7 +107,10 @@ def sampling_inputs(
     counts: SlotCounts | None,
     allowed: Allowed | None,
 ) -> SamplingInputs:
-    """`counts` is required if `host_tensors` found penalties."""
+    """Combine uploaded tensors, shaped as `host_tensors` gives them, with what is kept on the device.
+
+    ring: [num_slots, n] int32, as in SamplingInputs. counts: required if `host_tensors` found penalties.
+    """
     bias = penalties = histories = None
     if "bias_start" in on_device:
         bias = Bias(on_device["bias_start"], on_device["bias_ids"], on_device["bias_values"])

@@ -28,7 +28,10 @@ TOLERANCES = {
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Equal within the tolerance of `actual`'s type; a NaN on either side is a difference."""
+    """Compare tensors [...] of equal shape within the tolerance of `actual`'s type, float32, bfloat16 or float16.
+
+    Raises AssertionError, beginning with `what`, where they differ or one has a NaN that the other lacks.
+    """
     atol, rtol = TOLERANCES[actual.dtype]
     torch.testing.assert_close(
         actual.float().cpu(),
@@ -64,5 +67,5 @@ def poisoned_outputs() -> AbstractContextManager[object]:
 
 
 def generator(seed: int) -> torch.Generator:
-    """Inputs are drawn on the host, so that every device gets the same ones."""
+    """Return a generator on the host, so that every device gets the same inputs."""
     return torch.Generator().manual_seed(seed)
