@@ -12,10 +12,10 @@ pytestmark = [pytest.mark.kafka, pytest.mark.redis]
 NUM_JOBS = 60
 
 ENGINES = {
-    "deterministic": ({"deterministic_step_ms": "20", "max_num_seqs": "16"}, 150, 20),
+    "deterministic": ({"deterministic_step_ms": "20", "max_num_seqs": "16"}, 75, 20),
     "deterministic-ahead": (
         {"deterministic_step_ms": "20", "max_num_seqs": "16", "async_scheduling": "on"},
-        150,
+        75,
         20,
     ),
     "smollm2": (

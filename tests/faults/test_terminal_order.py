@@ -50,6 +50,7 @@ async def killed_before(service: ServiceUnderTest, marker: bytes, jobs: list[dic
         finally:
             first.kill()
             reap(first)
+    await service.forget_members()
 
 
 async def killed_while_cancelling(service: ServiceUnderTest, *, max_tokens: int) -> None:
@@ -65,6 +66,7 @@ async def killed_while_cancelling(service: ServiceUnderTest, *, max_tokens: int)
         finally:
             first.kill()
             reap(first)
+    await service.forget_members()
     with contextlib.closing(service.redis_server.client()) as client:
         client.delete("tailrace:{stopped}:cancel")
 

@@ -107,8 +107,8 @@ def record_of(
 RECORDS = st.builds(record_of, VALUES, st.none() | st.binary(max_size=20), HEADERS, STAMPS)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
-@given(records=st.lists(RECORDS, min_size=20, max_size=60), codec=st.sampled_from(sorted(CODECS.values())))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+@given(records=st.lists(RECORDS, min_size=40, max_size=100), codec=st.sampled_from(sorted(CODECS.values())))
 async def test_any_records_are_all_settled(
     kafka: KafkaBroker, redis_server: RedisServer, records: list[RawRecord], codec: int
 ) -> None:

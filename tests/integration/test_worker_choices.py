@@ -99,6 +99,8 @@ async def test_after_kill_nine_every_choice_continues_where_its_stream_stopped(
         await service.publish([job | {"id": "taken-over"}])
         await service.wait_for_tokens("taken-over", 12)
         victim.kill()
+        reap(victim)
+        await service.forget_members()
         async with running_worker(service.settings()) as worker:
             result = (await service.wait_for_results(["taken-over"]))["taken-over"]
             stream = await service.read("taken-over")

@@ -13,6 +13,8 @@ from typing import Any
 
 import orjson
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.protocol.group import LeaveGroupRequest
 from redis.asyncio import Redis
 
 from service.settings import Settings, load_settings
@@ -189,6 +191,19 @@ class ServiceUnderTest:
         environ = os.environ | self.environ
         environ |= {f"TAILRACE_{key.upper()}": value for key, value in overrides.items()}
         return subprocess.Popen([sys.executable, "-m", "service.cli", "serve"], cwd=ROOT, env=environ)
+
+    async def forget_members(self) -> None:
+        """Kafka lets the members of the group go at once, as it does when the sessions of killed ones time out."""
+        group = self.environ["TAILRACE_GROUP_ID"]
+        admin = AIOKafkaAdminClient(bootstrap_servers=self.kafka.bootstrap)
+        await admin.start()
+        try:
+            coordinator = await admin.find_coordinator(group)
+            (described,) = await admin.describe_consumer_groups([group], coordinator)
+            for member_id, *_ in described.groups[0][5]:
+                await admin._send_request(LeaveGroupRequest(group, member_id), coordinator)
+        finally:
+            await admin.close()
 
     @asynccontextmanager
     async def _reading(self, topic: str) -> AsyncIterator[AIOKafkaConsumer]:
