@@ -9,10 +9,10 @@ import numpy as np
 
 from kernels.models.cpu.fused_attention import attend_and_store
 from kernels.models.cpu.step_layout import LAYER, STEP
+from kernels.ops.cpu.bf16 import from_bf16
 from kernels.ops.cpu.intrinsics import cycles, f32, fetch_add, float_of, i64, pointer_to, u16
 from kernels.ops.cpu.jit import call_stub, compiled_function, jit_inline, numba
 from kernels.ops.cpu.tasks import PHASE_BYTES, START_STAMP, done, next_tile, wait
-from kernels.ops.cpu.vector_math import from_bf16
 from kernels.ops.linear.cpu import ADD, LINEAR_BYTES, NUM_GROUPS, NUM_INPUTS, STORE, linear_phase
 from kernels.ops.paged_attention.cpu import attend, merge_parts
 from kernels.ops.rms_norm.cpu import add_norm_phase, quantize_phase, rms_norm_phase

@@ -2,13 +2,13 @@
 
 import numpy as np
 
+from kernels.ops.cpu.bf16 import from_bf16
 from kernels.ops.cpu.intrinsics import f32, i64, u16
 from kernels.ops.cpu.jit import compiled_function, jit_inline
 from kernels.ops.cpu.product import Product, bf16_product
 from kernels.ops.cpu.tasks import done, next_tile, wait
 from kernels.ops.cpu.tile import HEIGHTS, MOST_INT8, next_height
 from kernels.ops.cpu.tiles import fetching_tile_32, int8_tile_32, left_size
-from kernels.ops.cpu.vector_math import from_bf16
 from kernels.ops.linear.cpu_finish import add_32, gelu_mul_16, silu_mul_16, store_32
 from kernels.ops.linear.packing import PackedLinear
 

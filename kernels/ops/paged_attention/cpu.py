@@ -7,11 +7,11 @@ the sums are rounded as on one thread.
 
 import numpy as np
 
+from kernels.ops.cpu.bf16 import from_bf16
 from kernels.ops.cpu.intrinsics import f32, i32, u16
 from kernels.ops.cpu.jit import compiled_function, jit_inline
 from kernels.ops.cpu.product import left_bytes
 from kernels.ops.cpu.tiles import left_size
-from kernels.ops.cpu.vector_math import from_bf16
 from kernels.ops.paged_attention.cpu_softmax import finish_row, merge_row
 from kernels.ops.paged_attention.cpu_span import SEGMENT, STRIP_BYTES, attend_span, part_bytes, part_fields
 

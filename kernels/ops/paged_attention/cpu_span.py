@@ -9,7 +9,7 @@ from kernels.ops.cpu.jit import Float, jit_inline
 from kernels.ops.cpu.tile import HEIGHTS, next_height
 from kernels.ops.cpu.tiles import fetching_tile_16, fetching_tile_32, left_size
 from kernels.ops.paged_attention.cpu_softmax import row_peak, update_peaks, weigh_row
-from kernels.ops.paged_attention.cpu_values import value_tile_16, value_tile_32
+from kernels.ops.paged_attention.cpu_value_tile import value_tile_16, value_tile_32
 
 SEGMENT = 128
 """Keys between two updates of the running maximum; also the largest block size."""

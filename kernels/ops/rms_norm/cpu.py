@@ -5,10 +5,10 @@ Where a model norms a branch's output before it is added, that is done in the sa
 
 import numpy as np
 
+from kernels.ops.cpu.bf16 import from_bf16, to_bf16
 from kernels.ops.cpu.intrinsics import bits_of, f32, float_of, i64, u8, u16
 from kernels.ops.cpu.jit import Float, compiled_function, jit_inline
 from kernels.ops.cpu.tasks import done, next_tile, wait
-from kernels.ops.cpu.vector_math import from_bf16, to_bf16
 from kernels.ops.cpu.vectors import LANES
 from kernels.ops.rms_norm.cpu_vectors import encode_row, peak_bits, scale_row, scale_row_to_bf16, widen_row
 

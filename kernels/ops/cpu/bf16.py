@@ -1,4 +1,4 @@
-"""Scalar conversions that LLVM turns into SIMD when a loop calls them. NaN passes through all of them."""
+"""Conversions between float32 and bfloat16 that LLVM turns into SIMD in a loop. NaN passes through all of them."""
 
 # ruff: noqa: ARG001 -- Numba fixes the arguments of an intrinsic and of its generator
 from typing import Any
