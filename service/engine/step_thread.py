@@ -20,17 +20,16 @@ log = structlog.get_logger(__name__)
 
 class _Signal(Enum):
     FLUSH = auto()
-    """Nothing follows the plans so far: finish what is out."""
+    """No plan follows for now: finish the steps in flight."""
     STOP = auto()
 
 
 class StepThread:
-    """Loads a runner and runs its steps, strictly in order, on a thread of its own.
+    """Loads a runner and runs its steps, strictly in order, on a separate thread.
 
     The event loop hands over frozen plans and gets a future for each; a result comes back through a single
-    `call_soon_threadsafe`. Tensors, and the runner itself, are touched by this thread alone. It waits for messages
-    and for the device, never for time: a step that has begun is finished when the next one has begun behind it, or on
-    `flush`.
+    `call_soon_threadsafe`. Only this thread uses tensors and the runner. It waits for messages and for the device,
+    never for a timeout: a step is finished when the next one has begun, or on `flush`.
     """
 
     def __init__(self, load: Callable[[], Runner]) -> None:
@@ -50,7 +49,7 @@ class StepThread:
         return await loaded
 
     def submit(self, plan: StepPlan) -> "asyncio.Future[StepResult]":
-        """Hand over one plan (event loop). At most two may be without a result, and of the last one none comes before
+        """Hand over one plan (event loop). At most two may be without a result; that of the last one comes only after
         the next plan or `flush`."""
         assert self._loop is not None, "start() comes first"
         future: asyncio.Future[StepResult] = self._loop.create_future()
@@ -58,7 +57,7 @@ class StepThread:
         return future
 
     def flush(self) -> None:
-        """Have all plans so far finished: no further one can be made before their results (event loop)."""
+        """Finish all plans so far: no other can be made before their results (event loop)."""
         self._messages.put(_Signal.FLUSH)
 
     async def stop(self) -> None:
