@@ -17,7 +17,7 @@ Check = Callable[[], Mapping[str, str]]
 
 
 class AdminServer:
-    """`/healthz` (is the process sound?), `/readyz` (does work move?) and `/metrics`, until closed.
+    """`/healthz` (is the process healthy?), `/readyz` (does work progress?) and `/metrics`, until closed.
 
     A probe answers 200 or 503 with `{"ok": …, "reasons": {part: sentence}}`. Port 0 is handled by the caller:
     here it means any free port, told by `port` after start.
@@ -61,7 +61,7 @@ def _probe(check: Check) -> Callable[[web.Request], Awaitable[web.Response]]:
 
 
 async def watch_loop_lag(observe: Callable[[float], object], interval_s: float = 0.1) -> None:
-    """Tell for ever how many seconds late timers run: the heartbeats to Kafka share this loop."""
+    """Measure, until cancelled, how many seconds late timers run: the heartbeats to Kafka share this loop."""
     while True:
         due = time.perf_counter() + interval_s
         await asyncio.sleep(interval_s)

@@ -1,4 +1,4 @@
-"""All errors that Tailrace raises, by whose fault they are and whether a retry helps.
+"""All errors that Tailrace raises, by who is at fault and whether a retry helps.
 
 TailraceError
 ├── JobError            the job's fault: ends that job, names field, value and limit

@@ -56,7 +56,7 @@ def _renderers(console: bool) -> list[structlog.typing.Processor]:
 def drop_content(
     _logger: object, _method: str, event: structlog.typing.EventDict
 ) -> structlog.typing.EventDict:
-    """Last line of defence: fields that carry what users wrote or models answered become their length."""
+    """Replace fields with users' or models' text by their length, as a last safeguard."""
     for key in CONTENT_KEYS & event.keys():
         value = event[key]
         event[key] = f"<{len(value)}>" if isinstance(value, (str, bytes, list, tuple)) else "<hidden>"

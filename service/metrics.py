@@ -20,7 +20,7 @@ BATCH_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512
 
 
 class Metrics:
-    """One process's metrics in a registry of their own, so that tests may hold several."""
+    """The metrics of one process in a separate registry, so that tests may have several."""
 
     def __init__(self, registry: CollectorRegistry | None = None, *, process: bool = True) -> None:
         self.registry = registry or CollectorRegistry()

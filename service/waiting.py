@@ -58,7 +58,7 @@ def cancellation_kept() -> Iterator[None]:
     """Raises the CancelledError that the awaits inside have swallowed.
 
     redis-py and aiokafka use `asyncio.wait_for`, and before Python 3.12 that returns normally when a cancellation
-    arrives just as the awaited operation completes: the task would then run for ever.
+    arrives just as the awaited operation completes: the task would then run forever.
     """
     task = asyncio.current_task()
     before = task.cancelling() if task is not None else 0

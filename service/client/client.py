@@ -165,7 +165,7 @@ class Client:
         awaited: the future of `expect`. Without it results are found that are published from now on, and earlier ones
         for as long as Redis remembers the job.
 
-        Now and then it looks whether the job ended before the future was made. Raises InternalError as the future does.
+        It checks regularly whether the job ended before the future was made. Raises InternalError as the future does.
         """
         expected = awaited or self.expect(job_id)
         try:
@@ -223,7 +223,7 @@ class Client:
             raise DependencyError(f"job {job_id} could not be cancelled: {_reason(error)}") from error
 
     async def _result_before(self, job_id: str) -> Result | None:
-        """Returns the result of a job that has ended; None where Redis or Kafka does not tell for now."""
+        """Returns the result of a job that has ended; None while Redis or Kafka does not answer."""
         try:
             key = JobKeys.of(job_id, self.settings.namespace).meta
             if await self.redis.hget(key, "ended") is None:

@@ -12,7 +12,7 @@ def client_settings(
     """Returns the settings of the environment, with the arguments in place of what it says.
 
     If neither names Kafka or Redis, a running embedded pair of the same user is used. Naming one of the two is enough
-    to leave the pair alone: a Kafka of one's own does not go with an embedded Redis. Raises SettingsError.
+    to ignore the pair: another Kafka does not fit an embedded Redis. Raises SettingsError.
     """
     given = {"KAFKA_BOOTSTRAP": bootstrap, "REDIS_URL": redis_url, "NAMESPACE": namespace}
     overrides = {ENV_PREFIX + name: value for name, value in given.items() if value is not None}

@@ -118,7 +118,7 @@ class ResultFollower:
     async def _run(self) -> None:
         """Follows the topic until it is cancelled, with a new consumer whenever one fails.
 
-        An error that no reconnect mends is raised in all waiting callers, who would wait for ever otherwise.
+        An error that a reconnect does not fix is raised in all waiting callers, which would otherwise wait forever.
         """
         while not self._stopping.is_set():
             try:

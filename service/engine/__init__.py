@@ -1,4 +1,4 @@
-"""The engine: the scheduler coroutine on the event loop and the step thread beside it."""
+"""The engine: the scheduler coroutine on the event loop, and the step thread."""
 
 from service.engine.build import make_engine, make_scheduler, start_step_thread
 from service.engine.engine import Engine, StepObserver

@@ -1,4 +1,4 @@
-"""From settings to a running engine: loads the runner on the step thread and sizes the scheduler after it."""
+"""Builds a running engine from the settings: loads the runner on the step thread and sizes the scheduler for it."""
 
 import functools
 import sys
@@ -18,7 +18,7 @@ SWITCH_INTERVAL_S = 0.0005
 third of a small model's step."""
 
 DETERMINISTIC_TOKEN_BYTES = 4096
-"""What a token is taken to occupy in the deterministic engine's pool, so that the same setting sizes it."""
+"""Assumed size of a token in the deterministic engine's pool, so that the same setting sizes it."""
 
 
 def load(settings: Settings) -> Runner:
@@ -65,7 +65,7 @@ async def start_step_thread(settings: Settings) -> tuple[StepThread, Runner]:
 
 
 def make_scheduler(settings: Settings, runner: Runner, *, policy: str | None = None) -> Scheduler:
-    """A scheduler for this runner's pool; `policy` overrides the settings', for comparisons."""
+    """Make a scheduler for this runner's pool; `policy` overrides the settings', for comparisons."""
     return Scheduler(
         SchedulerConfig(
             num_blocks=runner.num_blocks,
@@ -83,7 +83,7 @@ def make_scheduler(settings: Settings, runner: Runner, *, policy: str | None = N
 
 
 def plans_ahead(settings: Settings, runner: Runner) -> bool:
-    """Whether the next step is planned while one is out."""
+    """Tell whether the next step is planned while one is in flight."""
     if settings.async_scheduling == "auto":
         return runner.prefers_lookahead
     return settings.async_scheduling == "on"
@@ -115,7 +115,7 @@ def make_engine(
     on_step: StepObserver | None = None,
     policy: str | None = None,
 ) -> Engine:
-    """An engine over a started step thread. One at a time: they would share the runner's pool."""
+    """Make an engine over a started step thread; one at a time, because they would share the runner's pool."""
     scheduler = make_scheduler(settings, runner, policy=policy)
     if on_step is None:
         return Engine(scheduler, step_thread, on_updates)

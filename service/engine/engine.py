@@ -1,4 +1,4 @@
-"""The scheduler coroutine: plan, hand over, deliver what the last step made, wait for a result, repeat."""
+"""The scheduler coroutine: plan, hand over, deliver the last step's tokens, wait for a result, repeat."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from service.engine.step_thread import StepThread
 
 
 class StepObserver(Protocol):
-    """Sees every step on the event loop, after its result came back. Must be quick: the step thread waits."""
+    """Sees every step on the event loop, after its result. Must be quick: the step thread waits."""
 
     def __call__(self, plan: StepPlan, result: StepResult) -> None: ...
 
@@ -24,15 +24,15 @@ def _ignore_step(plan: StepPlan, result: StepResult) -> None:
 
 
 IDLE_POLL_S = 0.05
-"""How often requests that wait although nothing runs are looked at again: only deadlines can move them."""
+"""How often waiting requests are checked when nothing runs: only a deadline can end the wait."""
 
 
 class Engine:
-    """Owns the scheduler; lives on the event loop. Every method is to be called there.
+    """Owns the scheduler. All methods must be called on the event loop.
 
     The order in one round is what keeps the device busy: the next plan is handed over *before* the tokens of the
-    last step are detokenized and published, so that work overlaps with the step. With look-ahead one more plan is out
-    by then, so that the device does not wait for the planning either.
+    last step are detokenized and published, so that work overlaps with the step. With look-ahead one more step is in
+    flight by then, so that the device does not wait for the planning either.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
         """Plans without a result yet, in the order of their steps."""
         self._is_flushed = False
-        """The step thread knows that nothing follows the newest of them."""
+        """The step thread knows that no plan follows the newest of them yet."""
         self._wake = asyncio.Event()
         self._stopping = False
         self.last_progress_s = clock()
-        """When a step last came back, or the engine was last idle: what readiness and the watchdog look at."""
+        """When a step last returned, or the engine was last idle; read by readiness and the watchdog."""
 
     def add(self, spec: RequestSpec) -> Rejection | None:
         """Queue one request, or say why it can never run."""
@@ -66,7 +66,7 @@ class Engine:
         return rejection
 
     def finish(self, request_id: str, reason: FinishReason) -> bool:
-        """End a request in whatever state it is; False when it is not known (any more)."""
+        """End a request in any state; False when it is unknown or has ended."""
         known = self.scheduler.finish(request_id, reason, self._clock())
         self._wake.set()
         return known
@@ -80,7 +80,7 @@ class Engine:
         """Run steps until `stop()`. Raises what the step thread raised when a whole step failed."""
         try:
             while not self._stopping:
-                self._wake.clear()  # whatever it was, the planning that follows has seen it
+                self._wake.clear()  # the next plan takes every earlier wake-up into account
                 self._plan_ahead()
                 self._deliver()
                 if self._in_flight:
@@ -95,7 +95,7 @@ class Engine:
             self._abandon()
 
     def _plan_ahead(self) -> None:
-        """Hand over what can be planned; whatever else there is depends on a result."""
+        """Hand over plans until the next one depends on a result."""
         while len(self._in_flight) < self._max_in_flight:
             plan = self.scheduler.schedule(self._clock())
             if plan is None:
@@ -107,14 +107,14 @@ class Engine:
         self._flush()
 
     def _flush(self) -> None:
-        """Make the thread finish a step that no other one follows; of two it finishes the first when the second
-        has begun."""
+        """Make the thread finish a step that no other one follows; it finishes the first of two when the second has
+        begun."""
         if len(self._in_flight) == 1 and not self._is_flushed:
             self._step_thread.flush()
             self._is_flushed = True
 
     async def _take_results(self) -> None:
-        """Wait for the oldest result, or for anything that may make another plan possible; take in what is there."""
+        """Wait for the oldest result, or for anything that may make another plan possible; handle the results."""
         if len(self._in_flight) < self._max_in_flight and not self._stopping:
             await self._wake.wait()
         else:
@@ -131,7 +131,7 @@ class Engine:
         self._wake.set()
 
     def _abandon(self) -> None:
-        """Steps in flight are not awaited any more; an error that was not retrieved would be reported as forgotten."""
+        """Retrieve errors of steps in flight, which are no longer awaited: asyncio would report them otherwise."""
         for _, future in self._in_flight:
             if not future.cancel() and not future.cancelled():
                 future.exception()

@@ -1,4 +1,4 @@
-"""A step that raised, row by row, so that only the guilty rows fail. Step thread only."""
+"""Runs a step that raised again row by row, so that only the guilty rows fail. Step thread only."""
 
 import time
 from dataclasses import replace
@@ -12,9 +12,9 @@ from service.errors import InternalError
 def run_row_by_row(runner: Runner, plan: StepPlan, before: StepResult | None) -> tuple[StepResult, int]:
     """One result for all rows, and how many of them raised by themselves.
 
-    `before` is the result of the step before, which has what is pending in this one. Writing a token's K/V twice leaves
-    the same K/V, and sampling draws from a counter RNG, so a row that ran in the failed step gives the same token when
-    it runs again. Raises InternalError when rows of several jobs run and all of them fail.
+    `before` is the previous step's result, which has the pending tokens of this one. Writing a token's K/V twice
+    leaves the same K/V, and sampling draws from a counter RNG, so a row that ran in the failed step gives the same
+    token when it runs again. Raises InternalError when rows of several jobs run and all of them fail.
     """
     started_s = time.perf_counter()
     known = {row.request_id: row.token_id for row in before.rows} if before else {}
@@ -36,8 +36,8 @@ def run_row_by_row(runner: Runner, plan: StepPlan, before: StepResult | None) ->
         num_raised += has_raised
         results.append(result)
     if len(jobs_run) > 1 and all(result.error for result in results):
-        # Not a row's fault but the engine's: out of memory, a lost device. Ending every job would be a lie. The
-        # choices of one job prove nothing: what one cannot compute, the others cannot either.
+        # Not a row's fault but the engine's: out of memory, a lost device. The jobs must not end for it. The choices
+        # of one job prove nothing: they may all fail for the same reason.
         raise InternalError(
             f"step {plan.step_id}: all of its {len(results)} rows, of {len(jobs_run)} jobs, failed together and alone"
         )

@@ -30,8 +30,8 @@ class _Begun(NamedTuple):
 class StepPipeline:
     """Keeps at most one step that has begun and is not finished, so that a device always has the next one queued.
 
-    A step that raises is run row by row before anything behind it counts. When that shows the engine to be at fault,
-    no later step runs: every one of them gets the same error.
+    A step that raises is run row by row before the next one counts. If that shows the engine to be at fault, no later
+    step runs: each gets the same error.
     """
 
     def __init__(self, runner: Runner, post: Post) -> None:
@@ -41,16 +41,16 @@ class StepPipeline:
         self._before: StepResult | None = None
         """Result of the last finished step."""
         self._is_slot_stale = False
-        """A row of it raised, so that what the runner keeps for its slot is of an earlier step."""
+        """A row of it raised, so the runner's state for its slot is from an earlier step."""
         self._fault: BaseException | None = None
 
     def begin(self, plan: StepPlan, future: "asyncio.Future[StepResult]") -> None:
-        """Start a step, then finish the one before; its own result may follow at once or with a later call."""
+        """Start a step, then finish the previous one; its own result may follow at once or with a later call."""
         if self._fault is not None:
             self._post(future, self._fault)
             return
         if self._begun is None and self._is_slot_stale and any(row.is_pending for row in plan.rows):
-            # Planned before it was known that a row of the step before raises. No runner knows what follows such a row.
+            # Planned before a row of the previous step was known to raise: no runner has the state after such a row.
             self._run_row_by_row(plan, future)
             return
         pending = self._start(plan)
@@ -65,13 +65,13 @@ class StepPipeline:
             self._begun = _Begun(plan, future, pending)
 
     def flush(self) -> None:
-        """Nothing follows: finish what has begun."""
+        """Finish the step that has begun: none follows yet."""
         former, self._begun = self._begun, None
         if former is not None:
             self._finish(former)
 
     def fail(self, error: BaseException) -> None:
-        """Whatever has begun and whatever comes ends with this error."""
+        """End the step in flight and all later ones with this error."""
         self._fault = error
         if self._begun is not None:
             self._post(self._begun.future, error)
@@ -86,7 +86,7 @@ class StepPipeline:
             return None
 
     def _finish(self, begun: _Begun, following: PendingStep | None = None) -> bool:
-        """False: it raised, and what had begun behind it has to begin again."""
+        """False: it raised, and the step that began after it has to begin again."""
         try:
             result = begun.pending.wait()
         except Exception:
@@ -113,7 +113,7 @@ class StepPipeline:
 
 
 def _drain(pending: PendingStep) -> None:
-    """Let a step run out whose result does not count."""
+    """Finish a step whose result does not count."""
     try:
         pending.wait()
     except Exception:
@@ -127,17 +127,16 @@ log = structlog.get_logger(__name__)
 
 class _Signal(Enum):
     FLUSH = auto()
-    """Nothing follows the plans so far: finish what is out."""
+    """No plan follows for now: finish the steps in flight."""
     STOP = auto()
 
 
 class StepThread:
-    """Loads a runner and runs its steps, strictly in order, on a thread of its own.
+    """Loads a runner and runs its steps, strictly in order, on a separate thread.
 
     The event loop hands over frozen plans and gets a future for each; a result comes back through a single
-    `call_soon_threadsafe`. Tensors, and the runner itself, are touched by this thread alone. It waits for messages
-    and for the device, never for time: a step that has begun is finished when the next one has begun behind it, or on
-    `flush`.
+    `call_soon_threadsafe`. Only this thread uses tensors and the runner. It waits for messages and for the device,
+    never for a timeout: a step is finished when the next one has begun, or on `flush`.
     """
 
     def __init__(self, load: Callable[[], Runner]) -> None:
@@ -157,7 +156,7 @@ class StepThread:
         return await loaded
 
     def submit(self, plan: StepPlan) -> "asyncio.Future[StepResult]":
-        """Hand over one plan (event loop). At most two may be without a result, and of the last one none comes before
+        """Hand over one plan (event loop). At most two may be without a result; that of the last one comes only after
         the next plan or `flush`."""
         assert self._loop is not None, "start() comes first"
         future: asyncio.Future[StepResult] = self._loop.create_future()
@@ -165,7 +164,7 @@ class StepThread:
         return future
 
     def flush(self) -> None:
-        """Have all plans so far finished: no further one can be made before their results (event loop)."""
+        """Finish all plans so far: no other can be made before their results (event loop)."""
         self._messages.put(_Signal.FLUSH)
 
     async def stop(self) -> None:

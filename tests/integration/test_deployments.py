@@ -1,4 +1,4 @@
-"""Deployments that share a Redis never meet by accident."""
+"""Deployments that share a Redis never affect each other by accident."""
 
 import asyncio
 import contextlib

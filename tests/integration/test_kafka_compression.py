@@ -1,4 +1,4 @@
-"""What the service writes is readable by clients without optional codecs."""
+"""Clients without optional codecs can read every record that the service writes."""
 
 import pytest
 from aiokafka import AIOKafkaConsumer

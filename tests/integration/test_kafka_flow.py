@@ -21,7 +21,7 @@ def numbers(count: int) -> list[bytes]:
 
 
 async def drain_one_by_one(worker: Member, count: int) -> None:
-    """Completes one record at a time, as a worker whose jobs take long."""
+    """Completes one record at a time, like a worker with long jobs."""
     while len(worker.deliveries) < count or worker.num_in_flight:
         await eventually(lambda: worker.num_in_flight > 0, "something to work on")
         for records in list(worker.in_flight.values()):
@@ -108,7 +108,7 @@ async def group_size(kafka: KafkaBroker, group: str) -> int:
 
 
 async def outlast_max_poll_interval(kafka: KafkaBroker, **changes: Any) -> tuple[int, int, int]:
-    """Two members for one partition, one busy with a job, one without anything, for three poll intervals.
+    """Two members for one partition, one busy with a job and one idle, for three poll intervals.
 
     Returns the members left, how often the busy one was assigned, and how many partitions it lost.
     """

@@ -1,4 +1,4 @@
-"""G3 on a real broker: commits, the map in their metadata, and what the next owner makes of them."""
+"""Commits on a real broker, the map in their metadata, and how the next owner uses them."""
 
 import asyncio
 import signal
@@ -31,7 +31,7 @@ async def committed(config: KafkaConfig, partition: int = 0) -> Committed:
 
 
 async def committed_when(config: KafkaConfig, condition: Callable[[Committed], bool]) -> Committed:
-    """What the group has committed, once it is as wanted."""
+    """Waits until the group has committed the expected offsets and returns them."""
     async with asyncio.timeout(20):
         while True:
             found = await committed(config)
@@ -85,7 +85,7 @@ async def test_hazard_loss_on_close_work_completed_just_before_is_committed(kafk
 
 
 async def run_and_kill(kafka: KafkaBroker, config: KafkaConfig, *flags: str) -> list[str]:
-    """Starts a member in its own process, waits until what it completed is committed, and kills it."""
+    """Starts a member in its own process, waits until its completions are committed, and kills it."""
     arguments = [config.bootstrap, config.jobs_topic, config.group_id, *flags]
     command = [sys.executable, "-m", "tests.integration.kafka_member", *arguments]
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)

@@ -1,4 +1,4 @@
-"""The broker away, back, and a client that broke silently."""
+"""A broker that is away and returns, and a client that broke silently."""
 
 import asyncio
 import os
@@ -114,8 +114,7 @@ async def test_broker_away_at_start_is_one_clear_line_and_not_ready_then_all_wor
 
 
 async def break_fetching(kafka: KafkaBroker, **changes: Any) -> tuple[Member, int]:
-    """Ends the fetch task of a consumer without an error, then publishes; returns what came within the
-    time."""
+    """Ends the fetch task of a consumer without an error, then publishes; returns the records that arrived in time."""
     config = config_for(kafka, await kafka.new_topic(), **changes)
     await publish(kafka, config.jobs_topic, [b"0"])
     async with member(config) as worker:

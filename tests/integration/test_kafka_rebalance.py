@@ -108,7 +108,7 @@ async def test_hazard_commit_that_races_a_rebalance_is_not_a_crash(kafka: KafkaB
 async def test_hazard_member_evicted_for_silent_heartbeats_loses_its_deliveries_even_if_it_returns(
     kafka: KafkaBroker,
 ) -> None:
-    """As when something holds the event loop for longer than the session timeout."""
+    """As if the event loop were blocked for longer than the session timeout."""
     config = config_for(kafka, await kafka.new_topic(), session_timeout_s=1.0)
     await publish(kafka, config.jobs_topic, [b"0", b"1"])
     silent = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Members that come, go, stall and break while jobs run: none is lost, and what is committed is complete."""
+"""Members join, leave, stall and break while jobs run: no job is lost, and only complete offsets are committed."""
 
 import asyncio
 import random

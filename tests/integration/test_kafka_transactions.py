@@ -1,4 +1,4 @@
-"""Producers with transactions: what is aborted never runs, what is open waits, and waiting for it is no stall."""
+"""Producers with transactions: aborted records never run, open ones wait, and waiting for them is no stall."""
 
 import pytest
 from aiokafka import AIOKafkaProducer

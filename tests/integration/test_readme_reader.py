@@ -1,4 +1,4 @@
-"""The README's reader, as it stands there: whatever becomes of the stream, it ends with the whole text or loudly."""
+"""The README's reader ends with the whole text or an error, whatever happens to the stream."""
 
 import asyncio
 import sys

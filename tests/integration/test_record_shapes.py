@@ -1,4 +1,4 @@
-"""Nothing that one record can contain keeps an offset open, costs a neighbour, or goes without an answer."""
+"""No record, whatever it contains, keeps an offset open, affects another record, or gets no answer."""
 
 import itertools
 

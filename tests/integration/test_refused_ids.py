@@ -1,4 +1,4 @@
-"""A refusal does not hold its id: a mended job may be sent again under the same one."""
+"""A refusal does not hold its id: a corrected job may be sent under the same one."""
 
 from typing import Any
 
@@ -83,7 +83,7 @@ async def together(service: ServiceUnderTest, first: bytes, *, partitions: tuple
 async def test_a_corrected_job_runs_even_if_fetched_together_with_the_refused_one(
     kafka: KafkaBroker, redis_server: RedisServer, why: str, partitions: tuple[int, int]
 ) -> None:
-    """Whichever of the two opens the id first: that one's fate is not known yet."""
+    """One of the two opens the id first, and may still be refused."""
     service = await new_service(kafka, redis_server, partitions=2)
     statuses = await together(service, REFUSED[why], partitions=partitions)
     assert statuses[-1] == "completed"

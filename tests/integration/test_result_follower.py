@@ -1,4 +1,4 @@
-"""Those who wait for results never wait for a consumer that is dead."""
+"""Callers that wait for results never wait for a dead consumer."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Many streams at once, joined at every stage, with a worker that dies on the way and connections that break."""
+"""Many streams at once, joined at every stage, with a worker that dies and connections that break."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ def whole_text(job_id: str) -> str:
 
 
 async def generate(publisher: StreamPublisher, job_id: str, gate: asyncio.Semaphore, stop_at: int) -> bool:
-    """One attempt: continues what stands, writes up to `stop_at` tokens; True when it has ended the job."""
+    """One attempt: continues the stream, writes up to `stop_at` tokens; True when it has ended the job."""
     opened = await open_job(publisher, job_id)
     stream = stream_of(opened)
     (resumed,) = opened.resumed

@@ -1,4 +1,5 @@
-"""Whatever arrives on the jobs topic ends in one result that names field, value and limit; the worker goes on."""
+"""Every record on the jobs topic ends in one result; a refusal names field, value and limit, and the worker
+continues."""
 
 from typing import Any
 

@@ -31,7 +31,7 @@ def num_held(worker: Worker) -> int:
 
 
 def check_texts(result: Result, stream: Stream, num_choices: int, num_tokens: int) -> None:
-    """Every choice is what a job of its own would have been, in the result and in the stream."""
+    """Every choice equals a separate job, in the result and in the stream."""
     expected = expected_tokens(PROMPT, num_tokens)
     assert result.status == "completed"
     assert [choice.token_ids for choice in result.choices] == [expected] * num_choices
@@ -114,13 +114,13 @@ async def test_after_kill_nine_every_choice_continues_where_its_stream_stopped(
 
 
 FULL = {"max_num_seqs": "16", "max_waiting": "16"}
-"""Slots for one job of 16 choices, places in the queue for another; more of them come in and stand in line."""
+"""Slots for one job of 16 choices, places in the queue for another; more of them wait in the admission queue."""
 
 
 async def test_hazard_a_backlog_of_many_choices_refuses_none(
     kafka: KafkaBroker, redis_server: RedisServer
 ) -> None:
-    """Before the worker starts, so that its first poll brings more of them than it can have guessed."""
+    """Published before the worker starts, so that its first poll brings more choices than expected."""
     service = await new_service(kafka, redis_server)
     job_ids = [f"job-{number}" for number in range(12)]
     job = {"prompt_token_ids": PROMPT, "max_tokens": 3, "n": 16}
@@ -135,7 +135,8 @@ async def test_hazard_a_backlog_of_many_choices_refuses_none(
 async def test_jobs_in_the_admission_queue_end_or_move_on_like_all_others(
     kafka: KafkaBroker, redis_server: RedisServer
 ) -> None:
-    """One runs, one fills the queue, and the line behind them is cancelled, late, and handed on at the drain."""
+    """One job runs, one fills the queue, and those that wait for it are cancelled, expire, or are handed back at the
+    drain."""
     service = await new_service(kafka, redis_server, partitions=1)
     redis = Redis.from_url(redis_server.url)
     job = {"prompt_token_ids": PROMPT, "max_tokens": 1000, "n": 16}

@@ -1,4 +1,5 @@
-"""response_format from Kafka to the result: good ones are followed, bad ones end one job, and the worker goes on."""
+"""response_format from Kafka to the result: good grammars are followed, bad ones end one job, and the worker
+continues."""
 
 import re
 from typing import Any

@@ -79,7 +79,7 @@ def _read_log(worker: "subprocess.Popen[bytes]", events: "queue.SimpleQueue[dict
 
 @pytest.fixture
 def tailrace(service: Service) -> Tailrace:
-    """Runs one command against the service; no setting tells it where that is."""
+    """Runs one command against the service, without settings for its address."""
 
     def run(*arguments: str, **options: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
@@ -98,7 +98,7 @@ def tailrace(service: Service) -> Tailrace:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Tailrace]:
-    """Runs one command in this process, for what is refused before anything heavy is loaded."""
+    """Runs one command in this process, for errors that are raised before anything heavy is loaded."""
     logging_before = structlog.get_config()
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level

@@ -1,4 +1,4 @@
-"""Benches of the model alone, and beside transformers."""
+"""Benches of the model alone, and compared with transformers."""
 
 import json
 from pathlib import Path

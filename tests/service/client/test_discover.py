@@ -1,4 +1,4 @@
-"""Addresses: the environment's word first, then a running embedded pair, then the defaults."""
+"""Addresses come from the environment, else from a running embedded pair, else from the defaults."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Results reach the callers that wait for them, also when they were written before anyone listened."""
+"""Results reach the callers that wait for them, even if they were written before the call."""
 
 import asyncio
 from collections.abc import AsyncIterator

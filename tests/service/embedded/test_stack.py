@@ -1,4 +1,4 @@
-"""The embedded pair: answers, is found, and never outlives whoever started it."""
+"""The embedded pair answers, is found, and never outlives the process that started it."""
 
 import asyncio
 import json

@@ -10,7 +10,7 @@ OPTIONS = DeterministicOptions(num_blocks=64)
 
 
 class PoisonedRunner(DeterministicRunner):
-    """A whole step raises when it has a row of `bad` behind its first tokens."""
+    """A whole step raises when it has a row of `bad` that is past its first tokens."""
 
     def begin(self, plan: StepPlan) -> PendingStep:
         return self.compute(plan)

@@ -243,7 +243,7 @@ async def test_the_next_plan_is_handed_over_before_the_last_steps_tokens_are_del
 
 
 async def test_a_request_that_arrives_while_one_step_is_in_flight_is_planned_at_once() -> None:
-    """With one plan out there is room for another: the arrival does not wait for the result."""
+    """With one step in flight there is room for another: a new request does not wait for the result."""
     entered, leave = threading.Event(), threading.Event()
 
     class Gated(DeterministicRunner):

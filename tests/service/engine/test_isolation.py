@@ -1,4 +1,4 @@
-"""Whom a failing step hurts: its rows run alone, and the guilty one fails alone."""
+"""The rows of a failed step run alone, and only the guilty one fails."""
 
 from dataclasses import replace
 

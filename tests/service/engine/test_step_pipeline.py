@@ -1,4 +1,4 @@
-"""Steps one behind the other: when each is finished, and what is planned behind one that raised."""
+"""When each of several steps is finished, and what happens to plans that follow a failed step."""
 
 import asyncio
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""A keyword of a JSON schema is followed, or refused by name and place; none is passed over."""
+"""A keyword of a JSON schema is followed, or refused by name and place; none is ignored."""
 
 from typing import Any
 

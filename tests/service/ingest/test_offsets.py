@@ -1,5 +1,4 @@
-"""G3 as a state machine: what is committed never passes the first incomplete offset, and the map tells the
-truth."""
+"""A state machine: the commit never passes the first incomplete offset, and the map is correct."""
 
 from collections.abc import Iterator
 
@@ -26,7 +25,7 @@ STEPS = settings(max_examples=120, stateful_step_count=60, deadline=None)
 
 
 class OffsetsMachine(RuleBasedStateMachine):
-    """A log with gaps, one owner at a time, who crashes; what the broker holds is the last commit."""
+    """A log with gaps and one owner at a time, which may crash; the broker holds the last commit."""
 
     tracker: type[PartitionOffsets] = PartitionOffsets
 
@@ -35,7 +34,7 @@ class OffsetsMachine(RuleBasedStateMachine):
         self.log: list[int] = []
         self.end = 0
         self.durable: set[int] = set()
-        """Offsets whose terminal record is durable; only these may ever be skipped."""
+        """Offsets whose outcome is durable; only these may ever be skipped."""
         self.commit: tuple[int, str] = (0, "")
         self.offsets = self.tracker(0)
         self.position = 0

@@ -1,4 +1,4 @@
-"""A built wheel works where the checkout is not: installed into a new environment, started from an empty folder."""
+"""A built wheel works without the checkout: installed into a new environment, started from an empty folder."""
 
 import importlib.util
 import os

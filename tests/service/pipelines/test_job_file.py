@@ -1,4 +1,4 @@
-"""Lines of a file of jobs, rows that say whose they are, and ids under which failed lines are run again."""
+"""Lines of a file of jobs, rows that name their line, and ids under which failed lines are run again."""
 
 import io
 import json

@@ -31,7 +31,7 @@ def count_bytes(text: str) -> int:
 
 
 def count_merging(text: str) -> int:
-    """Joined text may take more tokens than its parts: 'ab' across a cut is dearer than alone."""
+    """Joined text may take more tokens than its parts: 'ab' takes more tokens across a cut than alone."""
     return len(text) + 3 * text.count("ab")
 
 

@@ -1,4 +1,4 @@
-"""Log lines are JSON, and what users wrote is never in them."""
+"""Log lines are JSON and never contain users' text."""
 
 import io
 import json

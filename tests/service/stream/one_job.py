@@ -1,4 +1,4 @@
-"""One job's stream: its events put together, its tokens one event each, and how far a reader has come."""
+"""Helpers for one job's stream: its assembled events, one event per token, and a reader's progress."""
 
 from collections.abc import Callable
 

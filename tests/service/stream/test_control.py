@@ -1,4 +1,4 @@
-"""Cancellation reaches whoever has the job, whenever it was asked for."""
+"""A cancellation reaches the worker that has the job, whenever it was requested."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Two databases of one server share every channel, and nothing else."""
+"""Two databases of one server share their channels and nothing else."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What is decided is decided: the next attempt sends the bytes that an earlier one may have sent already."""
+"""A decision is final: the next attempt sends the bytes that an earlier one may have sent already."""
 
 import asyncio
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""Keys of a job that somebody has do not expire, and are there again after Redis forgot them."""
+"""Keys of a job that a worker has do not expire, and are restored after Redis forgot them."""
 
 from contextlib import ExitStack, closing
 from dataclasses import replace

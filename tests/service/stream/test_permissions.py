@@ -1,4 +1,4 @@
-"""A Redis user without one of the rights: told before a job is taken, and over when the right is granted."""
+"""A missing right of the Redis user is reported before a job is taken; granting it is enough to recover."""
 
 import asyncio
 import re

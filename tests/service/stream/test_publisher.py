@@ -1,4 +1,4 @@
-"""The publisher against a real Redis: a job's stream from its start to its end, and what one job may cost another."""
+"""The publisher against a real Redis: a job's stream from start to end, and how jobs affect each other."""
 
 import asyncio
 from dataclasses import replace

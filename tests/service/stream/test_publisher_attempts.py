@@ -1,4 +1,4 @@
-"""Taking over: what the next attempt at a job finds, and which jobs it leaves alone."""
+"""What the next attempt at a job finds, and which jobs it does not take over."""
 
 from dataclasses import replace
 

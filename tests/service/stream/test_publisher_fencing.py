@@ -1,4 +1,4 @@
-"""Two attempts that write at the same time: the older one is fenced (G5)."""
+"""Two attempts that write at the same time: the older one is fenced."""
 
 import pytest
 from redis.asyncio import Redis
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.redis
 async def two_attempts(
     url: str, append: Script
 ) -> tuple[list[Event], tuple[int, int], list[bool], list[tuple[str, int]]]:
-    """The old attempt goes on writing after the new one has started, as after a rebalance.
+    """The old attempt continues to write after the new one has started, as after a rebalance.
 
     The log, both epochs, what the old one was answered and what it was told.
     """

@@ -1,4 +1,5 @@
-"""The publisher through a proxy that stalls and cuts: nothing is lost, doubled or handed to the wrong caller."""
+"""The publisher through a proxy that stalls and cuts: no event is lost or doubled, and no reply reaches the wrong
+caller."""
 
 import asyncio
 from collections import Counter

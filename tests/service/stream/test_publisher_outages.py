@@ -1,4 +1,4 @@
-"""The publisher beside a Redis that restarts, forgets or is full."""
+"""The publisher with a Redis that restarts, forgets or is full."""
 
 import pytest
 from redis.asyncio import Redis

@@ -1,4 +1,4 @@
-"""A reader whose job is not in Redis any more, in part or at all, comes to an end; one whose job will be does not."""
+"""A reader ends if its job is gone from Redis, in part or completely; it waits for a job that will be there."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

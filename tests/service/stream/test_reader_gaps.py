@@ -1,4 +1,5 @@
-"""Events that a reader cannot have: a Redis that forgot, a trimmed log, a lost message. Told, never skipped."""
+"""Events that a reader cannot have: a Redis that forgot, a trimmed log, a lost message. They are reported, never
+skipped."""
 
 from dataclasses import replace
 

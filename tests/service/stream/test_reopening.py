@@ -1,4 +1,4 @@
-"""Whom an id belongs to: opened by this record or that one, by this deployment or another, once or by a lost reply."""
+"""Which record owns an id that several records, deployments or repeated calls have opened."""
 
 import asyncio
 from contextlib import closing
@@ -31,7 +31,7 @@ OTHER: dict[str, Any] = {"origin": "jobs/0/8", "digest": "cd" * 32}
 
 
 def opened_anew(opened: Opened, above: int) -> bool:
-    """Nothing of what was there before is left."""
+    """Nothing of the earlier state is left."""
     return (
         opened.outcome is Outcome.OPENED
         and opened.epoch > above

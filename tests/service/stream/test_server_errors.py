@@ -1,4 +1,4 @@
-"""Whose fault an error reply is: one job's, whose key holds something foreign, or the server's and the operator's."""
+"""Who is at fault for an error reply: one job, whose key holds a foreign value, or the server or operator."""
 
 import pytest
 from redis._parsers.base import BaseParser

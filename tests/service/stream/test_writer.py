@@ -22,7 +22,7 @@ RESUMED = (ResumedChoice((1, 2), "so far "), ResumedChoice())
 
 
 class Writer(AttemptWriter):
-    """Keeps count of what it tells the write loop and the publisher."""
+    """Counts the calls to the write loop and the publisher."""
 
     def __init__(
         self, *, streamed: bool = True, resumed: tuple[ResumedChoice, ...] = (ResumedChoice(),)

@@ -1,4 +1,4 @@
-"""Names of special tokens in other people's words."""
+"""Names of special tokens in users' text."""
 
 import itertools
 

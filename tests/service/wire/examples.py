@@ -1,4 +1,4 @@
-"""A good job, and the fields that spoil it."""
+"""A valid job, and fields that make it invalid."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Events, results and dead letters survive the way through bytes."""
+"""Events, results and dead letters survive encoding and decoding."""
 
 import hashlib
 import math

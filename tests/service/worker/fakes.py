@@ -1,4 +1,4 @@
-"""What a job meets in the worker, without servers: each fake keeps what it was told, in order."""
+"""Fakes of a worker's parts, without servers: each records its calls in order."""
 
 import asyncio
 from collections.abc import Callable, Sequence

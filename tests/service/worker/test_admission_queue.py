@@ -1,4 +1,4 @@
-"""Jobs that wait for room in the scheduler's queue: in order, all or none, and out again for every reason."""
+"""Jobs wait for room in the scheduler's queue: in order, with all requests or none, and may leave at any time."""
 
 import asyncio
 
@@ -42,7 +42,7 @@ def new_run(job_id: str) -> JobRun:
 
 
 async def settled() -> None:
-    """Each job that was woken has looked, was added and woke the next."""
+    """Each woken job has checked for room, was added and woke the next."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -74,7 +74,7 @@ async def test_jobs_are_admitted_in_order_with_all_requests_at_once() -> None:
 
 
 async def test_a_job_woken_without_room_keeps_its_place() -> None:
-    """A preempted request took the place between the call and the look."""
+    """A preempted request took the place between the call and the check."""
     queue = Queue(0)
     async with asyncio.TaskGroup() as group:
         for job_id in ("a", "b"):

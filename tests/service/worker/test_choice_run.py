@@ -1,4 +1,4 @@
-"""One choice's tokens: what counts does not depend on how many steps came back at once."""
+"""The tokens of one choice do not depend on how many steps return at once."""
 
 import pytest
 

@@ -30,7 +30,7 @@ SIZES = (1_000, 2_000, 4_000)
 
 
 class Output:
-    """One job's way through detokenizer and stream writer, a token a step, as Progress and the publisher do it."""
+    """Runs one job through detokenizer and stream writer, one token per step."""
 
     def __init__(self) -> None:
         value = orjson.dumps({"id": JOB, "prompt": "p", "return_token_ids": True, "logprobs": 0})
@@ -60,7 +60,7 @@ class Output:
             self.writer.acknowledge(AppendReply.WRITTEN)
 
     def end(self) -> bytes:
-        """The terminal record."""
+        """The job's result."""
         self.choice.finish = FinishReason.LENGTH
         self.choice.close()
         record = result_of(self.run, "completed", worker="w", now_s=9.0).encode()

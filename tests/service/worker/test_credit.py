@@ -24,7 +24,7 @@ READ_AHEAD = 2 * MAX_NUM_SEQS
 
 @dataclass
 class OpenSink:
-    """Publisher, producer and the leave to open jobs, as the rule sees them."""
+    """Publisher, producer and the permission to open jobs, as the credit rule sees them."""
 
     healthy: bool = True
     ready: bool = True
@@ -53,7 +53,7 @@ class Worker:
         self._offsets = count()
 
     def fetch(self, n: int | None) -> JobRun:
-        """A record comes in; None: it is not decoded yet."""
+        """Adds a record; None: it is not decoded yet."""
         offset = next(self._offsets)
         value = orjson.dumps({"id": f"j{offset}", "prompt": "p", "n": n or 1})
         run = JobRun.begin(Delivery("jobs", 0, offset, 1, None, value, (), 0), now_s=0.0, wall_s=1e9)
@@ -64,7 +64,7 @@ class Worker:
         return run
 
     def hand_on(self, run: JobRun) -> None:
-        """Its requests are the scheduler's now."""
+        """Moves the job's requests to the scheduler."""
         assert run.job is not None
         for index in range(run.job.n):
             group = run.job_id if run.job.n > 1 else None
@@ -75,7 +75,7 @@ class Worker:
         self.table.leave_intake(run)
 
     def note(self, n: int, times: int = 1) -> None:
-        """Jobs of n choices came and ended."""
+        """Adds and ends jobs of n choices."""
         for _ in range(times):
             run = self.fetch(n)
             self.table.leave_intake(run)

@@ -1,4 +1,4 @@
-"""Times of a delivery: what counts from the record's stamp, and what a record without one means."""
+"""Times of a delivery, with and without a valid timestamp of the record."""
 
 import orjson
 import pytest

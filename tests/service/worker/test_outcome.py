@@ -1,4 +1,4 @@
-"""What the terminal record says of a job, run or refused."""
+"""The result of a job that ran or was refused."""
 
 import pytest
 
