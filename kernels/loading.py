@@ -7,8 +7,8 @@ from importlib.util import find_spec
 
 import torch
 
-from kernels.config import ModelConfig
 from kernels.errors import OptionsError
+from kernels.model_config import ModelConfig
 from kernels.models.cpu.decoder import FusedDecoder, fused_supported
 from kernels.models.portable import PortableDecoder
 from kernels.ops.cpu.features import cpu_kernels_supported

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler.blocks import BlockPool, num_blocks_for
-from scheduler.config import SchedulerConfig
 from scheduler.goodput import DecodeGate, predicted_ttft_s
 from scheduler.policy import choose_victims, headroom_blocks
 from scheduler.request import Request
+from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import Rejection, RequestSpec
 from scheduler.stats import BlockedBy
 from scheduler.step_time import StepCosts

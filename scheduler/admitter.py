@@ -3,10 +3,10 @@
 from typing import NamedTuple
 
 from scheduler.admission import NO_NEED, AdmissionView, BlockNeed, block_need, is_infeasible, reserve_blocks
-from scheduler.config import InfeasiblePolicy
 from scheduler.goodput import ChunkBudget
 from scheduler.policy import POLICY_RULES
 from scheduler.request import Grant, Request, RequestStatus
+from scheduler.scheduler_config import InfeasiblePolicy
 from scheduler.spec import NUM_CLASSES, FinishReason
 from scheduler.state import State
 from scheduler.stats import BlockedBy, BlockedHead

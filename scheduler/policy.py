@@ -4,8 +4,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from scheduler.config import Policy
 from scheduler.request import Request
+from scheduler.scheduler_config import Policy
 
 
 @dataclass(frozen=True, slots=True)

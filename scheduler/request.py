@@ -5,8 +5,8 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from scheduler.blocks import chain_hash, num_blocks_for, tenant_salt
-from scheduler.config import SchedulerConfig
 from scheduler.plan import PENDING_TOKEN, ScheduledRow, StepPlan
+from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import CLASS_RANK, FinishReason, RequestSpec, due_time_s
 from scheduler.step_time import StepCosts, StepLoad
 

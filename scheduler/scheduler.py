@@ -6,11 +6,11 @@ from scheduler import goodput
 from scheduler.admission import find_rejection, reject_duplicate, reject_full
 from scheduler.admitter import Admitter
 from scheduler.blocks import BlockPool
-from scheduler.config import SchedulerConfig
 from scheduler.goodput import ChunkBudget
 from scheduler.plan import RowResult, ScheduledRow, StepPlan, StepResult
 from scheduler.policy import choose_victim
 from scheduler.request import Grant, Request, RequestStatus, Step, build_step
+from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import FinishReason, Rejection, RequestSpec, RequestUpdate
 from scheduler.state import State
 from scheduler.stats import Credit, SchedulerStats, compute_credit

@@ -7,10 +7,10 @@ from typing import Final
 
 from scheduler.admission import BlockNeed
 from scheduler.blocks import BlockPool
-from scheduler.config import SchedulerConfig
 from scheduler.forks import Forks
 from scheduler.plan import TokenLogprobs
 from scheduler.request import Request, RequestStatus
+from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import FinishReason, RequestUpdate, relegated_due_s
 from scheduler.waiting import Deadlines, WaitingQueue
 

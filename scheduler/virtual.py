@@ -4,9 +4,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from scheduler.config import Policy, SchedulerConfig
 from scheduler.plan import RowResult, SamplingParams, StepPlan, StepResult
 from scheduler.scheduler import Scheduler
+from scheduler.scheduler_config import Policy, SchedulerConfig
 from scheduler.spec import FinishReason, Rejection, RequestSpec, RequestUpdate, ServiceClass
 from scheduler.step_time import StepCosts, StepLoad
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from service.errors import SettingsError
 from service.ingest.kafka_config import KafkaConfig
 from service.settings import ENV_PREFIX, Settings
-from service.stream.config import StreamConfig
+from service.stream.stream_config import StreamConfig
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis

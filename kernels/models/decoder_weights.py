@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from kernels.config import ModelConfig
+from kernels.model_config import ModelConfig
 
 
 class DecoderWeights:

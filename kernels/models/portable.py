@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.config import ModelConfig
+from kernels.model_config import ModelConfig
 from kernels.models.decoder_weights import DecoderWeights, rounded_embedding_scale
 from kernels.models.rope import RotaryTables
 from kernels.ops.linear.portable import Linear, make_linear

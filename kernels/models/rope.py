@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from kernels.config import ModelConfig, RopeScaling
+from kernels.model_config import ModelConfig, RopeScaling
 
 
 class RotaryTables:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.config import ModelConfig
 from kernels.memory import use_huge_pages
+from kernels.model_config import ModelConfig
 
 
 def lane_width(dtype: torch.dtype) -> int:

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.config import ModelConfig
 from kernels.grammar import Grammars
+from kernels.model_config import ModelConfig
 from kernels.runner import FinishedStep, PendingStep
 from kernels.runtime.batch_buffers import BatchBuffers
 from kernels.runtime.running_step import InFlightSample, LastTokens, RunningStep

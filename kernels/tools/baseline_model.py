@@ -11,8 +11,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from kernels.config import ModelConfig, RopeScaling
 from kernels.errors import ModelFileError
+from kernels.model_config import ModelConfig, RopeScaling
 from kernels.weights.checkpoint import open_checkpoint
 from kernels.weights.source import ModelFormat, ModelSource
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from kernels.config import ModelConfig
 from kernels.errors import OptionsError
+from kernels.model_config import ModelConfig
 from kernels.models.gpu.decoder import GpuDecoderModel
 from kernels.runtime.gpu.kv_pool import GpuKVPool
 from kernels.runtime.gpu.step_inputs import StepInputs

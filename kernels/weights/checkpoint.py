@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.config import ModelConfig
+from kernels.model_config import ModelConfig
 from kernels.weights.gguf_model import open_gguf
 from kernels.weights.hugging_face import read_config
 from kernels.weights.layout import TensorReader, check_layout, has_head_of_its_own

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kernels.config import ModelConfig, RopeScaling
 from kernels.errors import ModelFileError
+from kernels.model_config import ModelConfig, RopeScaling
 from kernels.weights import gemma3_config
 from kernels.weights.gguf_file import GgufFile
 from kernels.weights.hugging_face import check_heads

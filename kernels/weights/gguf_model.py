@@ -10,8 +10,8 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from kernels.config import ModelConfig
 from kernels.errors import ModelFileError
+from kernels.model_config import ModelConfig
 from kernels.weights.gguf_config import read_config
 from kernels.weights.gguf_file import GgufFile, TensorInfo
 

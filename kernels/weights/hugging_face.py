@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kernels.config import ModelConfig, RopeScaling
 from kernels.errors import ModelFileError
+from kernels.model_config import ModelConfig, RopeScaling
 from kernels.weights import gemma3_config, native_fields
 
 _MAX_CONFIG_BYTES = 1 << 20

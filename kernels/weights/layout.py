@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 
-from kernels.config import ModelConfig
 from kernels.errors import ModelFileError
+from kernels.model_config import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from kernels.config import ModelConfig
+from kernels.model_config import ModelConfig
 from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.ops.cpu.product_choice import choose_bf16_product
 from kernels.ops.linear.packing import PANEL, pack_linear

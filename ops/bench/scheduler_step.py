@@ -7,9 +7,9 @@ import argparse
 import json
 from time import perf_counter
 
-from scheduler.config import SchedulerConfig
 from scheduler.plan import RowResult, SamplingParams, StepPlan, StepResult
 from scheduler.scheduler import Scheduler
+from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import RequestSpec
 
 

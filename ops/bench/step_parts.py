@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.config import ModelConfig
+from kernels.model_config import ModelConfig
 from kernels.models.cpu.decoder import FusedDecoder
 from kernels.models.cpu.packed_weights import layer_windows
 from kernels.ops.linear.packing import pack_linear

@@ -21,10 +21,10 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
-from service.stream.config import StreamConfig
 from service.stream.connection import Connection, pack_command
 from service.stream.keys import APPEND, JobKeys
 from service.stream.publisher import StreamPublisher
+from service.stream.stream_config import StreamConfig
 from service.stream.writer import AttemptWriter
 from service.wire.event import Delta, encode_delta
 

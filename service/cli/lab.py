@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from scheduler.config import Policy
+from scheduler.scheduler_config import Policy
 from scheduler.virtual import VirtualRun, run_lengths
 from service.cli.console import print_json
 from service.errors import SettingsError

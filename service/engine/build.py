@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kernels.deterministic import DeterministicOptions, DeterministicRunner, StepTime
 from kernels.runner import Runner, RunnerOptions
-from scheduler.config import ClassTargets, Policy, SchedulerConfig
 from scheduler.scheduler import Scheduler
+from scheduler.scheduler_config import ClassTargets, Policy, SchedulerConfig
 from scheduler.spec import RequestUpdate, ServiceClass
 from service.engine.engine import Engine, StepObserver
 from service.engine.step_thread import StepThread

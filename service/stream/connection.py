@@ -14,7 +14,7 @@ from typing import Any
 from redis import asyncio as redis_asyncio
 from redis.exceptions import RedisError, ResponseError
 
-from service.stream.config import StreamConfig
+from service.stream.stream_config import StreamConfig
 
 UNAVAILABLE = (RedisError, OSError, TimeoutError)
 """What a command may raise when the connection or the server is no good."""

@@ -6,9 +6,9 @@ from contextlib import aclosing
 
 from redis.asyncio import Redis
 
-from service.stream.config import DEFAULT_NAMESPACE, StreamConfig
 from service.stream.connection import UNAVAILABLE
 from service.stream.keys import JobKeys, control_channel
+from service.stream.stream_config import DEFAULT_NAMESPACE, StreamConfig
 from service.stream.subscription import Sign, subscription
 from service.waiting import Backoff, cancellation_kept
 

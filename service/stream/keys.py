@@ -23,8 +23,8 @@ import hashlib
 from dataclasses import dataclass
 from enum import IntEnum
 
-from service.stream.config import DEFAULT_NAMESPACE, StreamConfig
 from service.stream.connection import pack_args
+from service.stream.stream_config import DEFAULT_NAMESPACE, StreamConfig
 
 EVENT_FIELD = "event"
 

@@ -10,10 +10,10 @@ from redis.exceptions import ResponseError
 
 from service.errors import InternalError, JobError
 from service.stream.assemble import ResumedChoice, standing
-from service.stream.config import StreamConfig
 from service.stream.connection import pack_command
 from service.stream.keys import APPEND, CLAIM, HAND_BACK, OPEN, Attempt, JobKeys, Script, deployment_key
 from service.stream.server_check import ServerCheck
+from service.stream.stream_config import StreamConfig
 from service.stream.write_loop import WriteLoop
 from service.stream.writer import AttemptWriter
 from service.wire.event import Event, parse_event

@@ -9,9 +9,9 @@ from typing import Any
 from redis.asyncio import Redis
 
 from service.stream.assemble import Fed, StreamAssembler
-from service.stream.config import StreamConfig
 from service.stream.connection import UNAVAILABLE
 from service.stream.keys import EVENT_FIELD, JobKeys
+from service.stream.stream_config import StreamConfig
 from service.stream.subscription import Sign, subscription
 from service.waiting import cancellation_kept
 from service.wire.event import Event, parse_event

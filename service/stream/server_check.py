@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from redis.exceptions import ResponseError
 
 from service.errors import SettingsError
-from service.stream.config import StreamConfig
 from service.stream.connection import Connection, pack_command
 from service.stream.keys import CLAIM, HAND_BACK, OPEN, JobKeys, Script
+from service.stream.stream_config import StreamConfig
 
 LEAST_VERSIONS = {"Redis": (6, 2), "Valkey": (7, 2)}
 COMMANDS = (

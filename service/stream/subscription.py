@@ -8,8 +8,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from service.stream.config import StreamConfig
 from service.stream.connection import UNAVAILABLE
+from service.stream.stream_config import StreamConfig
 from service.waiting import cancellation_kept
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import structlog
 
 from service.errors import DependencyError
-from service.stream.config import StreamConfig
 from service.stream.connection import UNAVAILABLE, Connection, concerns_one_job, pack_command
 from service.stream.keys import AppendReply
+from service.stream.stream_config import StreamConfig
 from service.stream.writer import AttemptWriter
 from service.waiting import wait_for
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from service.stream.assemble import ResumedChoice
-from service.stream.config import StreamConfig
 from service.stream.connection import pack_args
 from service.stream.keys import NUM_PREFIX, AppendReply, Attempt, Script, append_prefix
+from service.stream.stream_config import StreamConfig
 from service.wire.common import TokenLogprob
 from service.wire.event import Delta, End, Ending, Start, encode_delta, encode_end, encode_start
 

@@ -13,8 +13,8 @@ from redis.exceptions import ResponseError
 from service.errors import SettingsError
 from service.ingest.kafka_config import KafkaConfig
 from service.ingest.topics import cluster_id
-from service.stream.config import StreamConfig
 from service.stream.publisher import StreamPublisher
+from service.stream.stream_config import StreamConfig
 
 log = structlog.get_logger(__name__)
 

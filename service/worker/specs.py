@@ -6,8 +6,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from scheduler.config import ClassTargets
 from scheduler.plan import SamplingParams
+from scheduler.scheduler_config import ClassTargets
 from scheduler.spec import Rejection, RequestSpec, ServiceClass
 from service.errors import JobError
 from service.grammar import GrammarValidator

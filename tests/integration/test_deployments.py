@@ -11,9 +11,9 @@ from structlog.testing import capture_logs
 
 from service.errors import SettingsError
 from service.stream.assemble import StreamAssembler
-from service.stream.config import StreamConfig
 from service.stream.control import request_cancel
 from service.stream.reader import Verdict, read_stream
+from service.stream.stream_config import StreamConfig
 from service.worker.worker import Worker
 from tests.support.kafka import KafkaBroker
 from tests.support.redis import RedisServer

@@ -14,9 +14,9 @@ from kernels.runtime.model_runner import ModelRunner
 from kernels.sampling.cpu.sampler import Sampler
 from kernels.weights.checkpoint import open_checkpoint
 from kernels.weights.source import resolve_model
-from scheduler.config import SchedulerConfig
 from scheduler.plan import RowResult, SamplingParams, ScheduledRow, StepPlan
 from scheduler.scheduler import Scheduler
+from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import RequestSpec
 from scheduler.stats import SchedulerStats
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kernels.runner import PendingStep, Runner
-from scheduler.config import SchedulerConfig
 from scheduler.plan import RowResult, SamplingParams, ScheduledRow, StepPlan, TokenLogprobs
 from scheduler.scheduler import Scheduler
+from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import RequestUpdate
 
 GREEDY = SamplingParams(seed=0, temperature=0.0)

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpreterBuilder
 
-from kernels.config import ModelConfig
 from kernels.loading import make_decoder, pool_shape
+from kernels.model_config import ModelConfig
 from kernels.models.cpu.decoder import FusedDecoder
 from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.runner import RunnerOptions

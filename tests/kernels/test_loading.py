@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kernels import loading
-from kernels.config import ModelConfig
 from kernels.errors import OptionsError
 from kernels.loading import load_on_gpu, missing_on_gpu
+from kernels.model_config import ModelConfig
 from kernels.runner import RunnerOptions
 from kernels.weights.checkpoint import open_checkpoint
 from kernels.weights.source import ModelFormat, ModelSource

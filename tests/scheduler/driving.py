@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from scheduler.config import SchedulerConfig
 from scheduler.plan import (
     PENDING_TOKEN,
     RowResult,
@@ -16,6 +15,7 @@ from scheduler.plan import (
     TokenLogprobs,
 )
 from scheduler.scheduler import Scheduler
+from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import FinishReason, RequestSpec, RequestUpdate
 from scheduler.step_time import StepCosts, StepLoad, StepTimeModel
 

@@ -15,8 +15,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from scheduler.config import Policy, SchedulerConfig
 from scheduler.plan import SamplingParams, StepPlan
+from scheduler.scheduler_config import Policy, SchedulerConfig
 from scheduler.spec import FinishReason, RequestSpec, ServiceClass
 from tests.scheduler.driving import STOP, Driver, make_spec, ready_model, undisturbed_output
 

@@ -2,9 +2,9 @@
 
 from itertools import pairwise
 
-from scheduler.config import SchedulerConfig
 from scheduler.plan import RowResult, SamplingParams, StepPlan, StepResult
 from scheduler.scheduler import Scheduler
+from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import RequestSpec
 from tests.support.cost import count_calls, peak_bytes
 

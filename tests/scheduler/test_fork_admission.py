@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.config import Policy
+from scheduler.scheduler_config import Policy
 from scheduler.spec import FinishReason
 from tests.scheduler.driving import (
     STOP,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.config import Policy
+from scheduler.scheduler_config import Policy
 from tests.scheduler.driving import (
     Driver,
     make_config,

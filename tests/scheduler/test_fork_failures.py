@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from scheduler.config import SchedulerConfig
 from scheduler.forks import Forks
 from scheduler.plan import StepPlan
+from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import FinishReason, RequestSpec
 from tests.scheduler.driving import Driver, RaisingModel, make_config, make_spec, undisturbed_output
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from scheduler.admission import BlockNeed
-from scheduler.config import SchedulerConfig
 from scheduler.forks import Forks
 from scheduler.plan import RowResult, SamplingParams, ScheduledRow
 from scheduler.request import Request, RequestStatus
+from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import RequestSpec, ServiceClass
 from scheduler.state import State
 from tests.scheduler.driving import STOP, PagedModel, RaisingModel, make_spec, undisturbed_output

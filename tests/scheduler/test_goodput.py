@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from scheduler import goodput
-from scheduler.config import InfeasiblePolicy, SchedulerConfig
 from scheduler.goodput import ChunkBudget, DecodeGate
 from scheduler.request import Request
+from scheduler.scheduler_config import InfeasiblePolicy, SchedulerConfig
 from scheduler.spec import FinishReason, ServiceClass
 from scheduler.step_time import StepCosts, StepLoad
 from tests.scheduler.driving import COSTS, Driver, load_of, make_config, make_spec, ready_model

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from scheduler.config import SchedulerConfig
 from scheduler.plan import SamplingParams
+from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import FinishReason
 from tests.scheduler.driving import STOP, Driver, make_config, make_spec, undisturbed_output
 

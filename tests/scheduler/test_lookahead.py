@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from scheduler.config import ClassTargets, Policy, SchedulerConfig
 from scheduler.plan import PENDING_TOKEN, SamplingParams
 from scheduler.request import Request
+from scheduler.scheduler_config import ClassTargets, Policy, SchedulerConfig
 from scheduler.spec import FinishReason, RequestSpec, ServiceClass
 from scheduler.virtual import VirtualRequest, run_virtual
 from tests.scheduler.controls import frees_blocks_still_being_written

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from scheduler.config import Policy
 from scheduler.request import Request, RequestStatus
+from scheduler.scheduler_config import Policy
 from scheduler.spec import FinishReason, ServiceClass, due_time_s
 from scheduler.waiting import Deadlines, WaitingQueue
 from tests.scheduler.driving import Driver, make_config, make_spec

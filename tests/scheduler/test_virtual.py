@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.config import Policy, SchedulerConfig
+from scheduler.scheduler_config import Policy, SchedulerConfig
 from scheduler.spec import FinishReason
 from scheduler.step_time import StepCosts
 from scheduler.virtual import VirtualRequest, run_lengths, run_virtual

@@ -9,10 +9,10 @@ from typing import Any
 from redis.asyncio import Redis
 
 from service.stream.assemble import StreamAssembler
-from service.stream.config import StreamConfig
 from service.stream.keys import JobKeys
 from service.stream.publisher import Opened, StreamPublisher
 from service.stream.reader import Gap, Item, Verdict, read_stream
+from service.stream.stream_config import StreamConfig
 from service.stream.writer import AttemptWriter
 from service.wire.common import Usage
 from service.wire.event import Ending, Event, parse_event

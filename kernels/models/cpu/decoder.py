@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.config import ModelConfig
 from kernels.memory import Arena
+from kernels.model_config import ModelConfig
 from kernels.models.cpu import fused_step
 from kernels.models.cpu.packed_weights import PackedWeights, layer_windows
 from kernels.models.cpu.step_layout import WORK, AttentionPlanner, AttentionWork, StepFields

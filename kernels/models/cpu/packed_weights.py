@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from kernels.config import ModelConfig
 from kernels.memory import Arena
+from kernels.model_config import ModelConfig
 from kernels.models.cpu.step_layout import LAYER
 from kernels.models.decoder_weights import DecoderWeights, LayerWeights
 from kernels.models.rope import RotaryTables

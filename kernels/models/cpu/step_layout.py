@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.batch import ForwardBatch
-from kernels.config import ModelConfig
+from kernels.model_config import ModelConfig
 from kernels.ops.paged_attention.cpu import ALL_SPANS, MAX_QUERIES, span_tokens
 from kernels.ops.paged_attention.cpu_span import part_bytes
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
 
 from kernels.batch import ForwardBatch
-from kernels.config import ModelConfig
+from kernels.model_config import ModelConfig
 from kernels.models.decoder_weights import DecoderWeights, rounded_embedding_scale
 from kernels.models.rope import RotaryTables
 from kernels.ops.embed_tokens.gpu import embed_tokens

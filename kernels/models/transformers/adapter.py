@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import AttentionInterface, PreTrainedModel
 
 from kernels.batch import ForwardBatch
-from kernels.config import ModelConfig
+from kernels.model_config import ModelConfig
 from kernels.ops.paged_attention.portable import Scores, paged_attention
 from kernels.ops.store_kv.reference import store_kv_reference
 from kernels.runtime.kv_pool import KVPool

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from kernels.config import ModelConfig
 from kernels.errors import ModelFileError
+from kernels.model_config import ModelConfig
 from kernels.models.transformers.adapter import AdapterModel, Span
 from kernels.models.transformers.check import BLOCK_SIZE, NUM_BLOCKS, check_logits, own_logits
 from kernels.models.transformers.probe import FAR, LayerNeeds, probe_layers

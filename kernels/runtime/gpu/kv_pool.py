@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.config import ModelConfig
+from kernels.model_config import ModelConfig
 from kernels.ops.block_copy.gpu import copy_blocks
 from kernels.ops.store_kv.gpu import KVBlocks
 from kernels.runtime.gpu.copies import copies_of

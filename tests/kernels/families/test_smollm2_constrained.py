@@ -10,9 +10,9 @@ import pytest
 from kernels.loading import load_runner
 from kernels.runner import Runner, RunnerOptions
 from kernels.weights.source import ModelSource
-from scheduler.config import SchedulerConfig
 from scheduler.plan import SamplingParams
 from scheduler.scheduler import Scheduler
+from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import FinishReason, RequestSpec
 from service.grammar import load_grammars
 from service.grammar.formats import grammar_of

@@ -16,9 +16,9 @@ from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.runner import Dtype, Quantization, RunnerOptions
 from kernels.runtime.kv_pool import KVPool
 from kernels.runtime.model_runner import ModelRunner
-from scheduler.config import SchedulerConfig
 from scheduler.plan import RowResult, SamplingParams, StepPlan, StepResult, TokenLogprobs
 from scheduler.scheduler import Scheduler
+from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import FinishReason, RequestSpec
 from tests.kernels.needs import real_model
 from tests.kernels.tiny import make_model, save

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kernels.config import ModelConfig
+from kernels.model_config import ModelConfig
 from kernels.runtime.kv_pool import KVPool, bytes_per_block
 
 CONFIG = ModelConfig("llama", 3, 64, 64, 4, 2, 16, 100, 512, 1e-5, 10000.0)

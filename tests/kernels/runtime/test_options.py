@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.config import ModelConfig
 from kernels.errors import OptionsError
 from kernels.loading import load_runner, pool_shape
+from kernels.model_config import ModelConfig
 from kernels.runner import RunnerOptions
 from kernels.runtime.kv_pool import bytes_per_block
 from kernels.runtime.model_runner import PoolShape

@@ -8,7 +8,7 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from kernels.config import ModelConfig, RopeScaling
+from kernels.model_config import ModelConfig, RopeScaling
 from kernels.tools.baseline import (
     BaselineFailure,
     BaselineOptions,

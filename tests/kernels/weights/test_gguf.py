@@ -10,9 +10,9 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from transformers import PreTrainedModel
 
-from kernels.config import RopeScaling
 from kernels.errors import ModelFileError
 from kernels.loading import load_runner
+from kernels.model_config import RopeScaling
 from kernels.runner import RunnerOptions
 from kernels.weights.checkpoint import open_checkpoint
 from kernels.weights.gguf_config import llama3_factors

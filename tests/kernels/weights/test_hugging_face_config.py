@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kernels.config import RopeScaling
 from kernels.errors import ModelFileError
+from kernels.model_config import RopeScaling
 from kernels.weights.hugging_face import read_config
 from tests.kernels.config_writing import write_config
 

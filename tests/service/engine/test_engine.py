@@ -10,9 +10,9 @@ import pytest
 
 from kernels.deterministic import DeterministicOptions, DeterministicRunner, expected_tokens
 from kernels.runner import FinishedStep, Runner
-from scheduler.config import SchedulerConfig
 from scheduler.plan import SamplingParams, StepPlan, StepResult
 from scheduler.scheduler import Scheduler
+from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import FinishReason, RequestSpec, RequestUpdate
 from service.engine import Engine, StepThread
 from service.errors import InternalError

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from service.stream.config import StreamConfig
 from service.stream.keys import JobKeys
 from service.stream.reader import FORGOTTEN_AFTER, Gap
+from service.stream.stream_config import StreamConfig
 from tests.service.stream.one_job import JOB, begin, begin_and_follow, seen, write
 from tests.support.proxy import Direction, Proxy, running_proxy
 from tests.support.redis import RedisServer

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.stream.assemble import Fed, ResumedChoice, StreamAssembler
-from service.stream.config import StreamConfig
 from service.stream.keys import APPEND, AppendReply, Attempt
+from service.stream.stream_config import StreamConfig
 from service.stream.writer import AttemptWriter
 from service.wire.common import TokenLogprob
 from service.wire.event import Delta, End, Event, Start, parse_event

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from scheduler.config import ClassTargets
+from scheduler.scheduler_config import ClassTargets
 from scheduler.spec import FinishReason, Rejection, RequestSpec, ServiceClass
 from service.engine.engine import Engine
 from service.grammar import GrammarValidator

@@ -10,8 +10,8 @@ import pytest
 from scheduler.spec import FinishReason
 from service.ingest.delivery import Delivery
 from service.stream.assemble import Fed, ResumedChoice, StreamAssembler
-from service.stream.config import StreamConfig
 from service.stream.keys import APPEND, AppendReply, Attempt
+from service.stream.stream_config import StreamConfig
 from service.stream.writer import AttemptWriter
 from service.text import load_tokenizer
 from service.wire.common import TokenLogprob

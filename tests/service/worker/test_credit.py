@@ -6,9 +6,9 @@ from itertools import count
 import orjson
 import pytest
 
-from scheduler.config import SchedulerConfig
 from scheduler.plan import SamplingParams
 from scheduler.scheduler import Scheduler
+from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import RequestSpec
 from service.ingest.delivery import Delivery
 from service.settings import load_settings

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.config import ModelConfig, RopeScaling
 from kernels.loading import make_decoder
+from kernels.model_config import ModelConfig, RopeScaling
 from kernels.models.cpu.decoder import FusedDecoder
 from kernels.models.portable import PortableDecoder
 from kernels.ops.cpu.features import cpu_kernels_supported

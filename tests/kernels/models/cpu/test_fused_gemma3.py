@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.config import ModelConfig, RopeScaling
 from kernels.loading import make_decoder
+from kernels.model_config import ModelConfig, RopeScaling
 from kernels.models.decoder_weights import rounded_embedding_scale
 from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.runtime.kv_pool import KVPool

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[4]
 LOGITS = """
 import hashlib, torch
 from kernels.batch import ForwardBatch
-from kernels.config import ModelConfig
+from kernels.model_config import ModelConfig
 from kernels.runtime.kv_pool import KVPool
 from kernels.loading import make_decoder
 from kernels.models.cpu.decoder import FusedDecoder

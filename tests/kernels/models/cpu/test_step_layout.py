@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.config import ModelConfig
+from kernels.model_config import ModelConfig
 from kernels.models.cpu.decoder import FusedDecoder
 from kernels.models.cpu.packed_weights import layer_windows
 from kernels.models.cpu.step_layout import AttentionPlanner

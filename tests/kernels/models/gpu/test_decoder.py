@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kernels.batch import ForwardBatch
-from kernels.config import ModelConfig
 from kernels.loading import make_decoder
+from kernels.model_config import ModelConfig
 from kernels.models.gpu.decoder import GpuDecoderModel
 from kernels.ops.gpu.jit import Kernel
 from kernels.runtime.gpu import decode_graphs

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.config import ModelConfig, RopeScaling
+from kernels.model_config import ModelConfig, RopeScaling
 from kernels.models.rope import RotaryTables
 from kernels.ops.rms_norm.reference import rms_norm_reference
 from kernels.ops.rotary.reference import rotary_reference

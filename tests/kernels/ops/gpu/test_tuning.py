@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.config import ModelConfig
+from kernels.model_config import ModelConfig
 from kernels.ops.gpu.tuning import DEFAULT, TABLE_PATH, LaunchConfig, launch_config, load_table, overridden
 from kernels.tools import tuner
 from kernels.tools.checks import CHECKS, Check

@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 import torch
 
-from kernels.config import ModelConfig
 from kernels.grammar import Grammars, TokenVocabulary
+from kernels.model_config import ModelConfig
 from kernels.models.gpu.decoder import GpuDecoderModel
 from kernels.runner import PendingStep
 from kernels.runtime.gpu.copies import Copies
@@ -19,9 +19,9 @@ from kernels.runtime.gpu.step_inputs import StepInputs
 from kernels.runtime.model_runner import ModelRunner, PoolShape
 from kernels.sampling.gpu.sampler import GpuSampler
 from kernels.tools.gpu_bench import RandomWeights
-from scheduler.config import SchedulerConfig
 from scheduler.plan import SamplingParams, StepPlan, StepResult, TokenLogprobs
 from scheduler.scheduler import Scheduler
+from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import FinishReason, RequestSpec, RequestUpdate
 from service.engine.step_thread import StepPipeline
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.batch import ForwardBatch
-from kernels.config import ModelConfig
+from kernels.model_config import ModelConfig
 from kernels.runtime.gpu import decode_graphs
 from kernels.runtime.gpu.copies import ImmediateCopies
 from kernels.runtime.gpu.decode_graphs import (
