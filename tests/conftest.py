@@ -34,20 +34,26 @@ MARKER_OF_FIXTURE = {
 MARKER_OF_PLACE = {
     "tests/kernels/families": "model",
     "tests/kernels/test_determinism.py": "model",
-    "tests/kernels/gpu": "interpreter",
+    "tests/kernels/models/gpu": "interpreter",
+    "tests/kernels/ops/gpu": "interpreter",
+    "tests/kernels/runtime/gpu": "interpreter",
+    "tests/kernels/sampling/gpu": "interpreter",
     "tests/kernels/test_determinism_gpu.py": "interpreter",
     "tests/kernels/tools/test_baseline.py": "model",
-    "tests/kernels/ops/test_product.py": "process",
     "tests/kernels/models/cpu/test_precompile.py": "process",
+    "tests/kernels/ops/cpu/test_product.py": "process",
+    "tests/kernels/test_transformers_import.py": "process",
     "tests/service/cli": "process",
     "tests/service/embedded": "process",
-    "tests/service/grammar/test_gate.py": "process",
 }
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before `-m` chooses: nothing that needs a broker, a model or a process of its own can miss its marker."""
+    moved = [place for place in MARKER_OF_PLACE if not (ROOT / place).exists()]
+    if moved:
+        raise pytest.UsageError(f"tests/conftest.py marks what is not there: {moved}")
     for item in items:
         path = item.path.relative_to(ROOT).as_posix()
         names = {MARKER_OF_FIXTURE.get(name) for name in getattr(item, "fixturenames", ())}

@@ -30,7 +30,7 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 MODEL = "smollm2-135m-instruct"
-NUM_TOKENS = 64
+NUM_TOKENS = 32
 NUM_GENERATED_BY_TRANSFORMERS = 2
 TEXTS = (
     "The capital of France is",
