@@ -1,4 +1,4 @@
-"""Who writes a stream, and how it ends."""
+"""The attempt that writes a stream, and how the stream ends."""
 
 from dataclasses import dataclass
 
