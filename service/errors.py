@@ -58,7 +58,7 @@ class DependencyError(TailraceError):
 
 
 class InternalError(TailraceError):
-    """A bug of Tailrace, or data of its own format that it did not write."""
+    """A bug of Tailrace, or data in its own format that it did not write."""
 
     whose = "tailrace"
     retryable = False

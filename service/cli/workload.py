@@ -90,7 +90,7 @@ def _documents(folder: Path) -> Sequence[Path]:
         files = sorted([*candidate.glob("*.txt"), *candidate.glob("*.md")])
         if files:
             return files
-    raise SettingsError(f"no documents to cut prompts from: neither {DOCUMENTS_BESIDE}/*.txt beside the workload "
+    raise SettingsError(f"no documents to cut prompts from: neither {DOCUMENTS_BESIDE}/*.txt next to the workload "
                         f"nor {SAMPLES}")  # fmt: skip
 
 

@@ -54,7 +54,7 @@ class Assignments:
         return lost
 
     def disconnect(self) -> None:
-        """Notes that the consumer is gone and with it its membership: partitions assigned next start anew."""
+        """Notes that the consumer is gone and with it its membership: partitions assigned next start over."""
         self._generation = None
         self.suspended = True
 
@@ -66,7 +66,7 @@ class Assignments:
         assigned.offsets, assigned.committed = offsets, committed
 
     def restart(self, partition: TopicPartition, offsets: PartitionOffsets) -> None:
-        """Begins a partition anew whose log was cut back: what is in flight belongs to records that are gone."""
+        """Restarts a partition whose log was cut back: what is in flight belongs to records that are gone."""
         self.epoch += 1
         assigned = self._partitions[partition] = AssignedPartition(self.epoch)
         assigned.offsets = offsets

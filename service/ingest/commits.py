@@ -1,4 +1,4 @@
-"""Writes what is complete to the group's committed offsets, and reads what a former owner has committed."""
+"""Commits complete offsets for the group, and reads what a former owner has committed."""
 
 import asyncio
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ class Committer:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What the group has committed for one partition; `offset` is None for nothing."""
+    """The group's commit for one partition; `offset` is None if there is none."""
 
     offset: int | None
     metadata: str = ""

@@ -41,13 +41,13 @@ class _GroupMember(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka
         self.num_assignments = 0
 
     async def on_partitions_revoked(self, revoked: Collection[KafkaPartition]) -> None:
-        """Commits for the last time as the owner; the new owner starts from what is committed now."""
+        """Commits for the last time as the owner; the new owner starts from this commit."""
         if self.consumer is not None and revoked:
             await self._committer.commit(self.consumer)
         self._assignments.suspended = True
 
     async def on_partitions_assigned(self, assigned: Collection[KafkaPartition]) -> None:
-        """Sorts kept from lost and pauses everything; the poll loop restores and resumes."""
+        """Finds the lost partitions and pauses all; the poll loop restores and resumes them."""
         consumer = self.consumer
         if consumer is None:
             return
@@ -103,7 +103,7 @@ class JobConsumer:
         self._num_rebuilds = 0
 
     async def run(self) -> None:
-        """Serves until close(); reconnects for ever. Raises only for a bug, ours or a callback's."""
+        """Serves until close(); reconnects without limit. Raises only for a bug, ours or a callback's."""
         self._running = asyncio.current_task()
         backoff = Backoff(BACKOFF_S, self._config.retry_backoff_max_s)
         try:
@@ -120,17 +120,17 @@ class JobConsumer:
             self._finished.set()
 
     def complete(self, delivery: Delivery) -> None:
-        """Says that the result of this delivery is durable: its offset may be committed. Stale ones are ignored."""
+        """Marks a delivery whose result is durable: its offset may be committed. Stale deliveries are ignored."""
         if not self._assignments.complete(delivery):
             self._num_stale_completions += 1
         self._poller.wake.set()
 
     def wake(self) -> None:
-        """Makes a paused consumer look at its credit now, because it has changed."""
+        """Makes a paused consumer check its credit now, because it has changed."""
         self._poller.wake.set()
 
     async def stop(self) -> None:
-        """Takes no further record (first step of a drain); stays in the group and goes on committing until close()."""
+        """Takes no further record (first step of a drain); stays in the group and keeps committing until close()."""
         self._poller.stopping = True
         self._poller.wake.set()
 
@@ -149,7 +149,7 @@ class JobConsumer:
 
     @property
     def ready(self) -> bool:
-        """Whether records move, or could: a live connection alone is not enough."""
+        """Tells whether records are fetched, or could be: a live connection alone is not enough."""
         return not self._closing.is_set() and self._poller.progressing
 
     def stats(self) -> ConsumerStats:

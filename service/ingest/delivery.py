@@ -57,7 +57,7 @@ class Callbacks:
             raise CallbackError from error
 
     def check(self) -> None:
-        """Raises what a callback raised earlier, where aiokafka swallowed it."""
+        """Raises what a callback raised earlier and aiokafka swallowed."""
         if self.failure is not None:
             raise CallbackError from self.failure
 
@@ -93,7 +93,7 @@ class ProducerStats:
 
     ready: bool
     problem: str | None
-    """What the broker refuses although it can be reached; None: nothing."""
+    """What a reachable broker refuses; None: nothing."""
     in_flight: int
     """Records that were sent and are not acknowledged yet."""
     rebuilds: int

@@ -17,7 +17,7 @@ from service.ingest.header_names import with_readable_header_names
 PAUSE_S = 0.05
 """The longest that a new record waits, where the broker does not hold fetches."""
 HELD_S = 0.1
-"""An empty answer that took this long was held by the broker."""
+"""The broker held an empty answer that took this long."""
 
 Send = Callable[..., Awaitable[Any]]
 

@@ -1,5 +1,5 @@
-"""Repairs names of record headers that are not UTF-8. Kafka carries them and aiokafka raises: without the repair one
-such record would block its partition for good.
+"""Repairs names of record headers that are not UTF-8. Kafka accepts them and aiokafka raises: without the repair one
+such record would block its partition forever.
 
 Layout of a record batch of version 2: https://kafka.apache.org/documentation/#recordbatch
 """
@@ -22,8 +22,8 @@ _COMPRESSION = 0b111
 def with_readable_header_names(data: bytes) -> bytes:
     """Returns the record batches uncompressed, with `?` for each non-ASCII byte of a header name that is not UTF-8.
 
-    Everything else keeps its bytes. A batch of an older version has no headers; the cut one that may end a fetch is
-    passed on as it is.
+    Everything else keeps its bytes. A batch of an older version has no headers; a truncated one at the end of a fetch
+    is passed on unchanged.
     """
     repaired = []
     position = 0

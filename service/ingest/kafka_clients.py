@@ -1,4 +1,4 @@
-"""Builds, closes and abandons aiokafka's clients. The only module that makes them or knows their insides."""
+"""Builds, closes and abandons aiokafka's clients. The only module that makes them or uses their private parts."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
@@ -134,8 +134,7 @@ async def close_consumer(consumer: AIOKafkaConsumer, timeout_s: float = CLOSE_TI
 
 
 async def abandon_consumer(consumer: AIOKafkaConsumer) -> None:
-    """Ends a consumer without telling the broker: none of its tasks may go on heartbeating for a member that is
-    gone."""
+    """Ends a consumer without telling the broker: none of its tasks may keep heartbeating for a member that is gone."""
     consumer._closed = True
     fetcher, coordinator = consumer._fetcher, consumer._coordinator
     tasks: list[asyncio.Task[Any] | None] = [getattr(coordinator, name, None) for name in _CONSUMER_TASKS]
@@ -150,8 +149,8 @@ async def abandon_consumer(consumer: AIOKafkaConsumer) -> None:
 
 
 async def close_producer(producer: AIOKafkaProducer, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-    """Sends what is buffered and stops the producer; abandons it after `timeout_s`, because stop() alone waits for
-    ever for what cannot be delivered (#583)."""
+    """Sends what is buffered and stops the producer; abandons it after `timeout_s`, because stop() alone waits
+    forever for records that cannot be delivered (#583)."""
     try:
         async with asyncio.timeout(timeout_s):
             await producer.stop()

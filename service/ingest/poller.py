@@ -96,7 +96,7 @@ class Poller:
         return fetchable[start:] + fetchable[:start]
 
     async def _take(self, consumer: AIOKafkaConsumer, fetchable: list[TopicPartition], credit: int) -> None:
-        """Polls in any case: the group evicts a member that does not poll, also an idle or a full one.
+        """Polls always: the group evicts a member that does not poll, even an idle or a full one.
 
         Never cancels a getmany(): that would switch max_poll_interval off silently.
         """
@@ -134,7 +134,7 @@ class Poller:
         except UnicodeDecodeError as error:
             log.warning("kafka_header_name_unreadable", partitions=partitions, error=str(error))
             repair_header_names(consumer, partitions)
-            # What aiokafka had read before it raised is lost to it.
+            # aiokafka loses the records that it had read before it raised.
             for partition, key in zip(partitions, keys, strict=True):
                 offsets = self._assignments.offsets(partition)
                 if offsets is not None and not self._assignments.suspended:
@@ -173,8 +173,8 @@ class Poller:
         ]
 
     def _restart(self, partition: TopicPartition, offset: int, expected: int) -> PartitionOffsets:
-        """Begins a partition anew whose log was cut or created anew: only then does fetching move back, because the
-        broker refused our position."""
+        """Restarts a partition whose log was cut or recreated: only then does fetching move back, because the broker
+        refused our position."""
         log.error(
             "kafka_log_rewound", topic=partition[0], partition=partition[1], offset=offset, expected=expected
         )
@@ -197,7 +197,7 @@ class Poller:
                 beginnings = await consumer.beginning_offsets(keys)
                 ends = await consumer.end_offsets(keys)
             if self._assignments.epoch != epoch or self._assignments.suspended:
-                return  # another rebalance came between
+                return  # there was another rebalance meanwhile
             for partition, key in zip(partitions, keys, strict=True):
                 found = committed[partition]
                 offsets = starting_point(found.offset, found.completed, beginnings[key], ends[key])
@@ -219,7 +219,7 @@ class Poller:
                 ends = await consumer.end_offsets([KafkaPartition(*partition) for partition in active])
                 positions = {p: await consumer.position(KafkaPartition(*p)) for p in active}
         except IllegalStateError:
-            return  # a rebalance came between
+            return  # there was a rebalance meanwhile
         except (KafkaError, TimeoutError, OSError) as error:
             log.warning("kafka_check_failed", error=repr(error))
             return

@@ -1,4 +1,4 @@
-"""Writes results and dead letters to Kafka, again and again until all replicas have acknowledged them."""
+"""Writes results and dead letters to Kafka, and retries until all replicas have acknowledged them."""
 
 import asyncio
 import time
@@ -35,10 +35,10 @@ log = structlog.get_logger()
 BACKOFF_S = 0.2
 BACKOFF_MAX_S = 5.0
 MAX_REFUSALS = 20
-"""Refusals of one record in a row. With the back-off they take about a minute and a half: time to mend a topic's
+"""Refusals of one record in a row. With the back-off they take about a minute and a half: time to correct a topic's
 rights."""
 NO_TIMESTAMP = -1
-"""Kafka takes a record without one whatever its clock says."""
+"""Kafka accepts a record without a timestamp whatever its clock says."""
 
 TOO_LARGE = (MessageSizeTooLargeError, RecordListTooLargeError)
 RECORD_REFUSED = (
@@ -49,10 +49,10 @@ RECORD_REFUSED = (
     UnknownError,
     UnsupportedForMessageFormatError,
 )
-"""The broker is there and will not take this record: no reason to connect anew. UnknownError is what aiokafka makes
-of newer codes, INVALID_RECORD among them (no key, on a compacted topic)."""
+"""The broker is reachable and refuses this record: no reason to reconnect. UnknownError is what aiokafka makes of
+newer codes, INVALID_RECORD among them (no key, on a compacted topic)."""
 TOPIC_REFUSED = (TopicAuthorizationFailedError, UnknownTopicOrPartitionError)
-"""Refusals that the operator mends, without our help."""
+"""Refusals that only the operator can end."""
 
 
 class WithdrawnError(Exception):
@@ -93,7 +93,7 @@ class ResultProducer:
         self._idle = asyncio.Event()
         self._idle.set()
         self.problem: str | None = None
-        """What the broker refuses although it can be reached; None: nothing."""
+        """What a reachable broker refuses; None: nothing."""
         self._in_flight = 0
 
     @property
@@ -198,7 +198,7 @@ class ResultProducer:
         )
 
     def _refused(self, producer: AIOKafkaProducer, record: _Record, error: BrokerResponseError) -> None:
-        """Notes that the broker would not take a record; decides what else to try.
+        """Notes that the broker refused a record; decides what else to try.
 
         Raises JobError for an optional record, DependencyError when it was tried often enough.
         """

@@ -90,8 +90,8 @@ class ProducerSupervisor:
     def replace(self, producer: AIOKafkaProducer, error: BaseException, *, flush: bool = False) -> None:
         """Asks for a new producer, once for all the sends that failed with the old one.
 
-        Without `flush` what the old one still holds is dropped, so that nothing of it arrives after it was sent anew,
-        or withdrawn.
+        Without `flush` what the old one still holds is dropped, so that no record arrives after it was sent again or
+        withdrawn.
         """
         if self._producer is producer and not self._stopped.is_set():
             log.warning("kafka_producer_replaced", error=repr(error))
@@ -106,7 +106,7 @@ class ProducerSupervisor:
         await wait_for(self._stopped, seconds)
 
     async def _serve(self) -> bool:
-        """Runs one aiokafka producer from its making to its end; returns whether it ever connected."""
+        """Runs one aiokafka producer until it ends; returns whether it ever connected."""
         producer, connected = make_producer(self._config), False
         try:
             await self._connect(producer)
@@ -142,8 +142,8 @@ class ProducerSupervisor:
         acknowledged.result()
 
     async def _connect(self, producer: AIOKafkaProducer) -> None:
-        # start() asks for a producer id again and again, without an end of its own. It is not cut short where that can
-        # be avoided: aiokafka loses sight of the connection that it bootstraps over when it is cancelled.
+        # start() asks for a producer id without limit. It is cancelled only if necessary: aiokafka then loses track
+        # of the connection that it bootstraps over.
         async with asyncio.timeout(max(CONNECT_TIMEOUT_S, self._config.ack_timeout_s)):
             await completes_before(self._stopped, producer.start(), grace_s=CONNECT_GRACE_S)
 

@@ -69,7 +69,7 @@ class RowFile:
         assert self._file is not None
         self._file.close()
         if self._replaced:
-            with contextlib.suppress(OSError):  # the next run does it otherwise
+            with contextlib.suppress(OSError):  # otherwise the next run does it
                 self._compact()
 
     def append(self, row: Mapping[str, Any]) -> None:

@@ -17,8 +17,8 @@ _BOUNDARIES = (
 def split_text(text: str, limit: int, count_tokens: CountTokens) -> list[str]:
     """Return pieces whose concatenation is `text`, each of at most `limit` tokens.
 
-    A single character that exceeds the limit (some take several tokens) is a piece of its own. Raises ValueError for
-    a limit below 1.
+    A single character that exceeds the limit (some take several tokens) is a separate piece. Raises ValueError for a
+    limit below 1.
     """
     if limit < 1:
         raise ValueError(f"limit is {limit}; must be at least 1")

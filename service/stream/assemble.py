@@ -1,4 +1,4 @@
-"""Puts a job's text together from its events, across attempts, and proves or disproves that it is whole."""
+"""Assembles a job's text from its events, across attempts, and proves or disproves that it is whole."""
 
 import hashlib
 from bisect import bisect_right
@@ -13,9 +13,9 @@ from service.wire.event import Delta, End, Event, Start
 class Fed(Enum):
     APPLIED = auto()
     DUPLICATE = auto()
-    """Seen before, or of an attempt that a later one has replaced."""
+    """Seen before, or from an attempt that a later one has replaced."""
     GAP = auto()
-    """Something before it is missing; nothing was changed."""
+    """An earlier event is missing; the state is unchanged."""
 
 
 @dataclass(slots=True)
@@ -27,14 +27,14 @@ class ChoiceState:
     parts: list[str] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     lost_after: int | None = None
-    """Number of parts before the first hole; None while there is none."""
+    """Number of parts before the first gap; None without a gap."""
 
     @property
     def text(self) -> str:
         return "".join(self.parts)
 
     def boundary(self, num_tokens: int) -> int | None:
-        """How many parts make up the first `num_tokens` tokens; None when that is not known for certain."""
+        """Return how many parts make up the first `num_tokens` tokens; None when that is uncertain."""
         # Text without tokens belongs to the tokens before it; with none, the text begins anew.
         num_parts = bisect_right(self.marks, num_tokens) if num_tokens else 0
         known = self.marks[num_parts - 1] if num_parts else 0
@@ -74,13 +74,13 @@ class StreamAssembler:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, for a log that starts anew."""
+        """Forget everything, for a log that starts over."""
         self.epoch = 0
         self.next_seq = 0
         """Within `epoch`; together the position."""
         self.end: End | None = None
         self.holed = False
-        """Something is missing that no later attempt has made good."""
+        """An event is missing that no later attempt has replaced."""
         self._choices: dict[int, ChoiceState] = {}
 
     @property
@@ -174,7 +174,7 @@ class ResumedChoice:
 
 
 def standing(job_id: str, events: Iterable[Event], num_choices: int) -> tuple[ResumedChoice, ...]:
-    """Trusts a log up to its first hole; behind a hole only an attempt that starts before it counts.
+    """Trusts a log up to its first gap; after a gap only an attempt that starts before it counts.
 
     The next attempt announces exactly these tokens in its `start`: every reader cuts back to the same place.
     """

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError, ResponseError
 from service.stream.stream_config import StreamConfig
 
 UNAVAILABLE = (RedisError, OSError, TimeoutError)
-"""What a command may raise when the connection or the server is no good."""
+"""What a command may raise when the connection or the server fails."""
 
 _FOREIGN_VALUE = re.compile(
     r"WRONGTYPE|value is not an integer|would overflow|exhausted the last possible ID"
@@ -26,7 +26,7 @@ _FOREIGN_VALUE = re.compile(
 
 
 def concerns_one_job(error: Exception) -> bool:
-    """Whether a reply blames the value under a job's key: another program wrote it, and only that job is hurt.
+    """Tell whether a reply blames the value under a job's key: another program wrote it, and only that job fails.
 
     Everything else (OOM, READONLY, MISCONF, NOPERM, LOADING, …) is the server's or the operator's, however it is
     wrapped: before version 7 Redis hides the code of an error raised inside a script in the middle of a sentence.
@@ -77,7 +77,7 @@ class Connection:
                 await connection.send_packed_command(b"".join(commands), check_health=False)
                 for _ in commands:
                     try:
-                        # No timeout of its own per reply: the one around all of them is cheaper.
+                        # No timeout per reply: one around all of them is cheaper.
                         reply = await connection.read_response(disable_decoding=True, timeout=math.inf)
                     except ResponseError as error:
                         reply = error

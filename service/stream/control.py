@@ -1,4 +1,4 @@
-"""Cancellation: a key that outlives the request, and a channel that makes it quick."""
+"""Cancellation: a key that keeps the request, and a channel that makes it quick."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -50,12 +50,12 @@ class CancelListener:
             client_name="tailrace-control",
         )
         self.listening = asyncio.Event()
-        """Set while the subscription stands."""
+        """Set while subscribed."""
         self.problem: str | None = None
-        """Why it does not stand; None: it does, or was not tried yet."""
+        """Why the subscription failed; None: it did not, or was not tried yet."""
 
     async def run(self) -> None:
-        """For ever; cancel it to stop. A Redis that is away is waited for."""
+        """Listen until cancelled; waits while Redis is away."""
         backoff = self._config.backoff("redis_control_lost")
         try:
             while True:
@@ -88,7 +88,7 @@ class CancelListener:
             self._on_cancel(job_id)
 
     async def cancelled(self, job_ids: Sequence[str]) -> list[str]:
-        """Those of `job_ids` whose cancellation was requested. Raises RedisError when Redis is away.
+        """Return those of `job_ids` whose cancellation was requested. Raises RedisError when Redis is away.
 
         One key per command, pipelined: the keys of different jobs live in different cluster slots.
         """

@@ -1,4 +1,4 @@
-"""What stands in Redis: names of keys and channels, and the server-side scripts that change them.
+"""The names of keys and channels in Redis, and the server-side scripts that change them.
 
 Every name begins with the namespace, which one deployment owns (decision 0012). The braces make all keys of one job
 share a cluster slot. `meta` is a hash:

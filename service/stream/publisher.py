@@ -1,4 +1,4 @@
-"""Writes the streams of all running jobs: what a step made goes out in one round trip."""
+"""Writes the streams of all running jobs; the events of a step go out in one round trip."""
 
 import asyncio
 import secrets
@@ -27,7 +27,7 @@ _LOG_PAGE = 512
 class Outcome(StrEnum):
     OPENED = "opened"
     ENDED = "ended"
-    """This very record was carried to its end before: its result is durable."""
+    """This record has ended before: its result is durable."""
     DUPLICATE = "duplicate"
     """Another record has this job id."""
 
@@ -40,9 +40,9 @@ class Opened:
     cancelled: bool
     """Cancellation of the job was requested."""
     resumed: tuple[ResumedChoice, ...] = ()
-    """One per choice when OPENED: what of earlier attempts stands, to be continued."""
+    """One per choice when OPENED: the kept part of earlier attempts, to be continued."""
     stream: AttemptWriter | None = None
-    """What this attempt writes with, when OPENED."""
+    """The writer of this attempt, when OPENED."""
     fate: str | None = None
     """How the holder ended, or `accepted`: it will run. None: it may still be refused, and the id be free."""
     attempts: int = 1
@@ -52,7 +52,7 @@ class Opened:
     began_ms: int = 0
     """When OPENED: server's clock at the first attempt, the same for all of them."""
     decided: bytes | None = None
-    """When OPENED: the terminal record that an earlier attempt was about to send, or has sent. It is the job's."""
+    """When OPENED: the result that an earlier attempt decided and may have sent; it is final."""
     same_content: bool = True
     """The holder's record has the same bytes."""
 
@@ -119,16 +119,16 @@ class StreamPublisher:
 
     @property
     def backlog_jobs(self) -> int:
-        """Jobs with something that Redis has not acknowledged."""
+        """Jobs with events that Redis has not acknowledged."""
         return sum(writer.dirty for writer in self._writers.values())
 
     @property
     def backlog_bytes(self) -> int:
-        """About how much that is."""
+        """Estimate of their size."""
         return sum(writer.backlog_bytes for writer in self._writers.values())
 
     async def run(self) -> None:
-        """Until `stop()`. A Redis that is away, or refuses, is waited for; raises SettingsError when it is too old."""
+        """Write until `stop()`; wait while Redis is away or refuses. Raises SettingsError when it is too old."""
         keeping = asyncio.create_task(self._keep_alive())
         try:
             await self._loop.run()
@@ -137,7 +137,7 @@ class StreamPublisher:
             await asyncio.gather(keeping, return_exceptions=True)
 
     async def _keep_alive(self) -> None:
-        """What belongs to an open job does not expire, however long the job waits."""
+        """Keep the keys of open jobs from expiring, however long the jobs wait."""
         while True:
             await asyncio.sleep(min(self._config.ttl_s / 3, KEEP_ALIVE_S))
             for writer in self._writers.values():
@@ -157,7 +157,7 @@ class StreamPublisher:
         stream: bool,
         refusal: bool = False,
     ) -> Opened:
-        """Take over the job's stream, or learn why not; waits while Redis is away.
+        """Take over the job's stream, or say why not; waits while Redis is away.
 
         With `refusal` the record will be refused: its id stays free for another one, which may take it at any time.
 
@@ -207,7 +207,7 @@ class StreamPublisher:
         )
 
     async def origin_of(self, job_id: str) -> str | None:
-        """The record that owns the id; None: no record does. Waits while Redis is away."""
+        """Return the record that owns the id, or None. Waits while Redis is away."""
         meta = JobKeys.of(job_id, self._config.namespace).meta
         origin: bytes | None = await self._loop.request(pack_command("HGET", meta, "origin"))
         return None if origin is None else origin.decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Follows one job's stream from the client's side: nothing lost, nothing twice, holes always told."""
+"""Follows one job's stream from the client's side: no event lost or doubled, and every gap reported."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Iterable
@@ -23,13 +23,13 @@ _LOG_PAGE = 512
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Events are missing and are not in the log either; what follows lies behind the hole."""
+    """Events are missing and are not in the log either; the next items come after the gap."""
 
     expected: tuple[int, int]
     """(epoch, seq) that should have come."""
     found: tuple[int, int]
     restarted: bool = False
-    """The log begins anew, or is gone: what was received before is void."""
+    """The log starts over, or is gone: the events received before are void."""
 
     def __str__(self) -> str:
         return f"events are missing: expected (epoch, seq) {self.expected}, found {self.found}"
@@ -60,13 +60,13 @@ async def read_stream(
     idle_timeout_s: float | None = None,
     config: StreamConfig | None = None,
 ) -> AsyncGenerator[Item, None]:
-    """Every event once and in order, from the first one whenever one joins; a Verdict ends it.
+    """Yield every event once and in order, from the first one whenever the reader joins; a Verdict ends it.
 
     `assembler` is kept up to date, for the texts. A job that Redis does not know (yet) is waited for. Raises
     TimeoutError after `idle_timeout_s` without an event. Leave early with `contextlib.aclosing`.
 
     Events are taken from the log of the client's own database; the live channel, which all databases of a server
-    share, only says that there is something new, or carries the next event of an attempt that the log has shown.
+    share, only announces new events, or carries the next event of an attempt that the log has shown.
     """
     config = config or StreamConfig()
     backoff = config.backoff("redis_stream_lost")

@@ -1,4 +1,4 @@
-"""One pub/sub channel on a connection of its own, with a sign whenever messages may have been missed."""
+"""One pub/sub channel on its own connection, with a sign whenever messages may have been missed."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from service.waiting import cancellation_kept
 
 class Sign(Enum):
     CONFIRMED = auto()
-    """The subscription stands from here on; what was published before may have been missed."""
+    """The subscription begins here; earlier messages may have been missed."""
     SILENCE = auto()
     """Nothing came for a heartbeat, and the connection is alive."""
 

@@ -1,4 +1,4 @@
-"""Carries commands to Redis: all that is due in one round trip, again and again until it is acknowledged."""
+"""Sends commands to Redis: all that are due in one round trip, repeated until it is acknowledged."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -177,7 +177,7 @@ class WriteLoop:
     def _settle(self, writer: AttemptWriter, reply: Any) -> None:
         if isinstance(reply, Exception):
             _log.error("stream_unwritable", job_id=writer.attempt.job_id, reason=str(reply))
-            # Its result still goes out: all who wait are told that there is nothing to wait for.
+            # Its result is still delivered: all waiters learn that no reply will come.
             writer.close(True)
             self._on_closed(writer)
             return

@@ -41,7 +41,7 @@ class AttemptWriter:
         mark: Callable[["AttemptWriter"], None],
         on_closed: Callable[["AttemptWriter"], None],
     ) -> None:
-        """`mark` tells the write loop that something is due; `on_closed` hears of the end, by whatever way."""
+        """`mark` tells the write loop that a command is due; `on_closed` is called at the end, however it comes."""
         self.attempt = attempt
         self.closed = False
         """Nothing more will be written."""
@@ -52,7 +52,7 @@ class AttemptWriter:
         self._mark = mark
         self._on_closed = on_closed
         self._final_answer = True
-        """What those who wait are told once nothing more will be written."""
+        """The answer to waiters once no more is written."""
         self._error: Exception | None = None
         self.backlog_bytes = 0
         self._resumed_tokens = tuple(len(choice.token_ids) for choice in resumed)
@@ -61,7 +61,7 @@ class AttemptWriter:
         self._started = self._accepted = False
         self._unsent: dict[int, _Merged] = {}
         self._record = b""
-        """The terminal record that was decided, until the end is in Redis."""
+        """The decided result, until the end is in Redis."""
         self._decided = b""
         """The same while it is to be written."""
         self._ending: Ending | None = None
@@ -145,7 +145,7 @@ class AttemptWriter:
         return await self._when_acknowledged()
 
     async def decide(self, record: bytes) -> bool:
-        """Settle what the job's terminal record is, before it becomes visible.
+        """Decide the job's result before it becomes visible.
 
         When it returns, all deltas are in the log and the record stands beside it: an attempt that takes the job over
         sends these bytes and no others. May be called again as long as Kafka never accepted the record.
@@ -171,7 +171,8 @@ class AttemptWriter:
         return await self._when_acknowledged()
 
     def keep_alive(self) -> None:
-        """Write at least once more, be it nothing: the keys live on, and are there again if Redis forgot them."""
+        """Write at least once more, even without events: this renews the keys, and restores them if Redis forgot
+        them."""
         if not self.closed and self._ending is None:
             self._enqueue()
 
@@ -224,7 +225,7 @@ class AttemptWriter:
             self.closed = self.ended = True
 
     def close(self, final_answer: bool) -> None:
-        """Write nothing more; all who wait are told `final_answer`."""
+        """Write nothing more; answer all waiters with `final_answer`."""
         self.closed = True
         self._final_answer = final_answer
         self._unsent.clear()
@@ -238,7 +239,7 @@ class AttemptWriter:
         self.close(False)
 
     def fail(self, error: Exception) -> None:
-        """Nothing more can be written here; raised in all who wait."""
+        """Write nothing more; raise the error in all waiters."""
         self.closed = True
         self._error = error
         for _, future in self._waiters:
