@@ -15,7 +15,7 @@ class InFlightSample(Protocol):
     def is_done(self) -> bool: ...
 
     def wait(self) -> Sequence[RowResult]:
-        """One per sampling row, in their order."""
+        """Wait for the results, one per sampling row, in the order of the rows."""
         ...
 
 
@@ -32,7 +32,7 @@ class FinishedSample:
 
 
 class RunningStep:
-    """Step thread only. `wait` records the slots' last tokens; further calls return the same result."""
+    """A step in flight, on the step thread. `wait` records the slots' last tokens; later calls return the same result."""
 
     def __init__(
         self,
