@@ -32,7 +32,7 @@ class FinishedSample:
 
 
 class RunningStep:
-    """A step in flight, on the step thread. `wait` records the slots' last tokens; later calls return the same result."""
+    """A step in flight. Step thread only. `wait` records the slots' last tokens; later calls give the same result."""
 
     def __init__(
         self,

@@ -110,7 +110,7 @@ def _first_failure(checks: Sequence[Check], device: torch.device) -> str | None:
     for check in checks:
         try:
             check.run(device)
-        except Exception as error:  # A wrong result, too little shared memory or an error of the compiler all rule the candidate out.
+        except Exception as error:  # wrong results and compiler errors alike rule the candidate out
             return f"{check.name} failed with {type(error).__name__}: {str(error)[:200]}"
     return None
 

@@ -4,7 +4,7 @@ import torch
 def gather_kv(
     key_blocks: torch.Tensor, value_blocks: torch.Tensor, block_table: torch.Tensor, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy one row's keys and values [num_kv_heads, num_tokens, head_dim] out of its blocks, in their order and type."""
+    """Copy one row's keys and values [num_kv_heads, num_tokens, head_dim] out of its blocks in order, same type."""
     num_blocks = -(-num_tokens // key_blocks.shape[3])
     table = block_table[:num_blocks].long()
     key = key_blocks[table].permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)

@@ -2,7 +2,7 @@
 
 Determinism: a row's token is a function of its logits, its sampling parameters, its own history and (seed,
 position). Neither the number nor the order of other rows matters; the tests compare bit for bit.
-Whether the *logits* depend on the batch is the model's business.
+Whether the *logits* depend on the batch is up to the model.
 """
 
 from collections.abc import Sequence
