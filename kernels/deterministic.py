@@ -4,7 +4,7 @@ It uses the KV pool as a model does. Each token's place in the pool holds the ha
 the token stored there, and a row continues from the state that it finds through its block table, as attention
 would. Hence the same prompt gives the same text whatever is batched beside it, and after preemption, prefix
 hits, copied blocks or a move to another worker; a wrong block, one freed too early or one never written gives
-an AssertionError or a different text. Imports no torch.
+an AssertionError or a different text. This module imports no torch.
 """
 
 import time
@@ -54,7 +54,7 @@ class DeterministicOptions:
     """None: as long as the pool."""
     step_time: StepTime = StepTime()
     eos_one_in: int = 0
-    """On average one token in this many is the end of sequence. 0: none, and outputs have their full length."""
+    """One token in this many is the end of sequence, on average. 0: none, and outputs have their full length."""
     poison_token_id: int | None = None
     """This token poisons a request's state as a NaN would: it spreads to all later tokens of the request, whose
     sampling rows then end in an error. Rows of other requests do not. None: off."""
@@ -166,7 +166,7 @@ class DeterministicRunner:
 
 
 def advance(state: int, token_id: int) -> int:
-    """The state after one more token: mixes the token in and takes a step of SplitMix64. Poison stays."""
+    """Return the state after one more token: mix the token in and take a step of SplitMix64. Poison stays."""
     if _POISONED in (state, token_id):
         return _POISONED
     mixed = (state ^ ((token_id + 1) * 0x9E3779B97F4A7C15)) & _MASK
@@ -177,7 +177,7 @@ def advance(state: int, token_id: int) -> int:
 
 
 def emit(state: int, eos_one_in: int = 0, banned: Sequence[int] = ()) -> int:
-    """The token that follows: lower-case letters in words of about five, or now and then the end."""
+    """Return the token that follows: lower-case letters in words of about five, or now and then the end."""
     if eos_one_in and EOS_TOKEN_ID not in banned and (state >> 32) % eos_one_in == 0:
         return EOS_TOKEN_ID
     if state % 6 == 0 and ord(" ") not in banned:
@@ -188,10 +188,10 @@ def emit(state: int, eos_one_in: int = 0, banned: Sequence[int] = ()) -> int:
 
 
 def emit_among(state: int, allowed: Sequence[int], banned: Sequence[int] = ()) -> int:
-    """The token that follows under a grammar, given the allowed ids in ascending order.
+    """Return the token that follows under a grammar, given the allowed ids in ascending order.
 
     It ends as soon as it may and prefers printable ASCII. Half of the choices close a bracket or a
-    string where one may be closed, so that any grammar comes to its end.
+    string where one may be closed, so that any grammar ends.
     """
     allowed = [token_id for token_id in allowed if token_id not in banned] or allowed
     if EOS_TOKEN_ID in allowed:

@@ -1,4 +1,4 @@
-"""What can go wrong with a model or its options. Broken invariants of ours are AssertionErrors instead.
+"""Errors of a model or its options. A broken invariant of the code is an AssertionError instead.
 
 KernelsError
 ├── ModelNotFoundError   the operator's: nothing to load under that name or path

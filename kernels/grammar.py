@@ -114,7 +114,7 @@ class Grammars:
             if template is not None and template.num_uses < MAX_USES:
                 template.num_uses += 1
                 return
-        matcher = self._compile(text)  # releases the interpreter lock
+        matcher = self._compile(text)  # This releases the GIL.
         with self._lock:
             self._templates[text] = _Template(matcher)
             self._templates.move_to_end(text)

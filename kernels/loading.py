@@ -1,4 +1,4 @@
-"""From options to a runner on the device that fits: the model's files, dtype, pool size, model and sampler."""
+"""Loads a runner as options ask: finds device, files, dtype and pool size, then builds model and sampler."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -120,9 +120,9 @@ def load_on_gpu(
     *,
     copies: Copies | None = None,
 ) -> ModelRunner:
-    """A runner over Triton kernels. On a CPU device they are interpreted, for tests, and `copies` may be delayed.
+    """Load a runner over Triton kernels. On a CPU device they are interpreted, for tests, and `copies` may be delayed.
 
-    Raises OptionsError.
+    Raises OptionsError if the model cannot run there or the pool is too small.
     """
     config = checkpoint.config
     missing = missing_on_gpu(config, options)
@@ -150,12 +150,12 @@ def load_on_gpu(
 
 
 def _foreign_field(source: ModelSource) -> str | None:
-    """Why the model has to run through transformers; None where it need not."""
+    """Return why the model has to run through transformers; None where it need not."""
     return None if source.format is ModelFormat.GGUF else open_config(source.path).foreign_field
 
 
 def pool_shape(options: RunnerOptions, config: ModelConfig, dtype: torch.dtype) -> PoolShape:
-    """As many blocks as the bytes allow; a request may be as long as model and pool both allow.
+    """Return as many blocks as the bytes allow; a request may be as long as model and pool both allow.
 
     Raises OptionsError when the pool holds no block, or less than an explicit max_model_len asks for.
     """
@@ -204,7 +204,7 @@ def _chooses_gpu(options: RunnerOptions, source: ModelSource) -> bool:
 
 
 def missing_on_gpu(config: ModelConfig, options: RunnerOptions) -> str | None:
-    """Why this model cannot run on a GPU with these options; None: it can."""
+    """Return why this model cannot run on a GPU with these options; None: it can."""
     if find_spec("triton") is None:
         return "triton is not installed"
     if options.quantization != "none":
@@ -217,7 +217,7 @@ def missing_on_gpu(config: ModelConfig, options: RunnerOptions) -> str | None:
 
 
 def _too_old() -> str | None:
-    """Why the kernels do not compile for the current device: tensor cores before sm_80 know no bfloat16."""
+    """Why the kernels do not compile for the current device: tensor cores before sm_80 have no bfloat16."""
     major, minor = torch.cuda.get_device_capability()
     return f"its compute capability is {major}.{minor}; the kernels need 8.0" if major < 8 else None
 
@@ -246,6 +246,6 @@ def _choose_product(options: RunnerOptions, dtype: torch.dtype) -> None:
 
 
 def has_native_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 itself; emulated, it is slower than float32."""
+    """Return whether this processor multiplies bfloat16 natively; emulated, it is slower than float32."""
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))

@@ -22,7 +22,7 @@ class PendingStep(Protocol):
         ...
 
     def wait(self) -> StepResult:
-        """Return the result; call in the order of `begin`. Raises what the step raised, which means a bug of ours."""
+        """Return the result; call in the order of `begin`. Raises what the step raised, which is a bug in the runner."""
         ...
 
 
@@ -76,7 +76,7 @@ class Runner(Protocol):
     def begin(self, plan: StepPlan) -> PendingStep:
         """Start one step. Steps run strictly in this order; a second may begin before the first is waited for.
 
-        A row that fails says so in its RowResult; an exception means a bug of ours. A pending row whose previous
+        A row that fails says so in its RowResult; an exception means a bug in the runner. A pending row whose previous
         step failed gives some result or error and does not affect other rows.
         """
         ...

@@ -1,4 +1,4 @@
-"""The admissions of one step: in queue order, past a bounded number of blocked requests, with preemption by class."""
+"""Admits requests in queue order, past a bounded number of blocked ones, with preemption by class."""
 
 from typing import NamedTuple
 
@@ -106,7 +106,8 @@ class Admitter:
             if size == 0 and not self._rules.admit_beyond_budget:
                 self._note(request, BlockedBy.TOKENS)
                 break
-            if state.hold_back(victims):  # preempted once their step returns; until then nothing is admitted
+            if state.hold_back(victims):
+                # They are preempted once their step returns; until then nothing is admitted.
                 self._note(request, reason or BlockedBy.PREEMPTION, need)
                 break
             for victim in victims:

@@ -1,4 +1,4 @@
-"""Accounting of the KV pool: which blocks are held, which can be reused and which can be evicted."""
+"""Accounts for the KV pool: which blocks are held, which can be reused and which can be evicted."""
 
 import hashlib
 from array import array

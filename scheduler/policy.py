@@ -56,7 +56,7 @@ def headroom_blocks(watermark: int, num_running: int, num_preemptions: int, grow
 
     A first admission overcommits the pool, which is what fills it. After one preemption, half of `growth_blocks` (the
     growth that is left to the request and the running ones) must fit; after two, all of it must. Then no further
-    preemption is needed, so a request is not recomputed for ever. With nothing running there is no reserve, since
+    preemption is needed, so a request is not recomputed forever. With nothing running there is no reserve, since
     otherwise a request as large as the pool would never start.
     """
     if num_running == 0:

@@ -17,7 +17,7 @@ _STOP_TOKEN_ID = 1
 
 @dataclass(frozen=True, slots=True)
 class VirtualRequest:
-    """A request whose output length only the simulated model knows: the scheduler sees max_tokens."""
+    """A request whose output length only the simulated model knows; the scheduler sees max_tokens."""
 
     request_id: str
     num_prompt_tokens: int

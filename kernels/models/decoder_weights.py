@@ -28,7 +28,7 @@ class DecoderWeights:
         self._weights, self._device, self._dtype = weights, device, dtype
 
     def matrix(self, *names: str) -> torch.Tensor:
-        """Load tensors [num_outputs, ...] and concatenate them along their outputs."""
+        """Load tensors [num_outputs, ...] of one dtype and concatenate them along their outputs."""
         loaded = [self._weights[name].to(self._device, self._dtype) for name in names]
         return loaded[0] if len(loaded) == 1 else torch.cat(loaded)
 
@@ -38,15 +38,15 @@ class DecoderWeights:
         return self._weights[name].to(self._device, dtype)
 
     def embedding(self) -> torch.Tensor:
-        """Load the embedding [vocab_size, hidden_size]."""
+        """Load the embedding [vocab_size, hidden_size], in the dtype of all matrices."""
         return self.matrix("model.embed_tokens.weight")
 
     def final_norm(self) -> torch.Tensor:
-        """Load the weight of the last norm, [hidden_size]."""
+        """Load the weight of the last norm, [hidden_size], in the dtype of all norms."""
         return self.norm("model.norm.weight")
 
     def head(self, embedding: torch.Tensor) -> torch.Tensor:
-        """Load the head [vocab_size, hidden_size]; tied weights give `embedding` (same shape) itself."""
+        """Load the head [vocab_size, hidden_size], in the embedding's dtype; `embedding` itself if both are tied."""
         return embedding if self.config.tie_word_embeddings else self.matrix("lm_head.weight")
 
     def layer(self, layer_idx: int) -> "LayerWeights":

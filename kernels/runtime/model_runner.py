@@ -18,7 +18,7 @@ from scheduler.plan import ScheduledRow, StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """How the pool's bytes divide, and how long a request may grow in it."""
+    """How many blocks the pool has, and how long a request may grow in it."""
 
     num_blocks: int
     block_size: int
@@ -41,7 +41,7 @@ class Pool(Protocol):
 
 
 class Model(Protocol):
-    """Bound to a KV pool; used by one thread at a time."""
+    """A model bound to a KV pool; used by one thread at a time."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -55,7 +55,7 @@ class Model(Protocol):
         """Writes the batch's K/V into the pool and returns the logits [num_sampled, vocab_size] in float32.
 
         A token id of -1 - slot stands for the last token that the sampler chose for the slot; only samplers whose
-        results are in flight cause it.
+        results are in flight cause such ids.
         """
         ...
 
@@ -68,7 +68,7 @@ class TokenSampler(Protocol):
     def release(self, slots: Sequence[int]) -> None: ...
 
     def warmup(self, logits: torch.Tensor) -> None:
-        """Compile what sampling from such logits, [1, vocab_size], may need. Not for a sampler that is in use."""
+        """Compile what sampling from such logits, float32 [1, vocab_size], may need. Not for a sampler in use."""
         ...
 
     def prepare(self, rows: Sequence[ScheduledRow]) -> None:
@@ -85,7 +85,7 @@ class TokenSampler(Protocol):
 
 
 class ModelRunner:
-    """Built anywhere, then used on the step thread only."""
+    """Runs plans on a model. Built on any thread, then used on the step thread only."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class ModelRunner:
 
     @property
     def model(self) -> Model:
-        """For measurements, while no step runs."""
+        """The model, for measurements while no step runs."""
         return self._model
 
     @property
@@ -169,7 +169,7 @@ class ModelRunner:
             return FinishedStep(StepResult(plan.step_id, (), time.perf_counter() - started_s))
         step = self._launch(plan, started_s)
         if step.is_done:
-            step.wait()  # so that a row of the next step finds its token
+            step.wait()  # A row of the next step finds its token here.
         self._in_flight = step
         return step
 
@@ -205,7 +205,7 @@ class ModelRunner:
         if int(lowest) >= 0 and int(highest) < self.vocab_size:
             return {}
         outside = (batch.token_ids < 0) | (batch.token_ids >= self.vocab_size)
-        if pending:  # their rows have one token each and come first: row and token have the same index
+        if pending:  # These rows have one token each and come first: row and token have the same index.
             outside[list(pending)] = False
         if not outside.any():
             return {}

@@ -90,7 +90,7 @@ class InFlightSample(Protocol):
     def is_done(self) -> bool: ...
 
     def wait(self) -> Sequence[RowResult]:
-        """One per sampling row, in their order."""
+        """Wait for the results, one per sampling row, in the order of the rows."""
         ...
 
 
@@ -107,7 +107,7 @@ class FinishedSample:
 
 
 class RunningStep:
-    """Step thread only. `wait` records the slots' last tokens; further calls return the same result."""
+    """A step in flight. Step thread only. `wait` records the slots' last tokens; later calls give the same result."""
 
     def __init__(
         self,

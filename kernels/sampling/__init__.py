@@ -1,1 +1,1 @@
-"""From logits to token ids, so that a row's token depends on that row alone. Both samplers follow `rules`."""
+"""Samplers from logits to token ids: a row's token depends on that row alone. Both samplers follow `rules`."""

@@ -77,7 +77,7 @@ def run_baselines(
 ) -> Iterator[tuple[str, Outcome | None]]:
     """Yield each of NAMES with None when it begins, then with its outcome. Greedy; ends of sequence are ignored.
 
-    A failure of one is reported and does not affect the others.
+    A failure of one way is reported and does not affect the others.
     """
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
@@ -103,7 +103,7 @@ def run_baselines(
 def _measure(way: _Way, requests: Sequence[Request]) -> Outcome:
     try:
         with torch.inference_mode(), way() as generate:
-            generate([(requests[0][0][:8], 2)])  # first calls allocate and choose kernels
+            generate([(requests[0][0][:8], 2)])  # The first calls allocate and choose kernels.
             started_s = time.perf_counter()
             generate(requests)
             total_s = time.perf_counter() - started_s
@@ -128,7 +128,7 @@ def _static(model: Any, requests: Sequence[Request]) -> None:
 
 
 def _generate(model: Any, batch: Sequence[Request]) -> None:
-    """One batch, prompts padded on the left, until its longest output is complete."""
+    """Generate one batch, prompts padded on the left, until its longest output is complete."""
     width = max(len(prompt) for prompt, _ in batch)
     longest = max(max_tokens for _, max_tokens in batch)
     token_ids = torch.zeros((len(batch), width), dtype=torch.int64)
@@ -142,14 +142,14 @@ def _generate(model: Any, batch: Sequence[Request]) -> None:
         max_new_tokens=longest,
         do_sample=False,
         pad_token_id=0,
-    ).cpu()  # waits for a GPU
+    ).cpu()  # This waits for the GPU.
     if output.shape[1] != width + longest:
         raise RuntimeError(f"generate gave {output.shape[1] - width} tokens; {longest} were asked for")
 
 
 @contextmanager
 def _continuous(model: Any, requests: Sequence[Request], options: BaselineOptions) -> Iterator[_Generate]:
-    """A manager with pages for these requests; starting and stopping it is not timed."""
+    """Start a manager with pages for these requests; starting and stopping it is not timed."""
     # Imported here, so that a transformers without it can still run the other two.
     from transformers import ContinuousBatchingConfig
 
@@ -232,7 +232,7 @@ def run_baselines_apart(
 def _measure_apart(
     sender: Connection, source: ModelSource, requests: Sequence[Request], options: BaselineOptions
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C and kills this process.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     for item in run_baselines(source, requests, options):
         sender.send(item)

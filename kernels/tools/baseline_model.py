@@ -18,9 +18,9 @@ from kernels.weights.source import ModelFormat, ModelSource
 
 
 def load_baseline_model(source: ModelSource, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Ready to generate, with no end of sequence and no sampling defaults of its own.
+    """Load a model that is ready to generate, without an end of sequence or sampling defaults of its own.
 
-    A folder is read by transformers. A GGUF file is read by us, because transformers would need another package.
+    A folder is read by transformers. Tailrace reads a GGUF file, because transformers would need another package.
     Raises ModelFileError, or what transformers raises for a folder that it cannot read.
     """
     if source.format is ModelFormat.GGUF:
@@ -52,7 +52,7 @@ def _from_gguf(source: ModelSource, dtype: torch.dtype) -> Any:
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     state = dict(checkpoint.weights)
     if checkpoint.config.model_type == "gemma3":
-        # Ours are the factors 1 + w; transformers keeps w.
+        # Our weights are the factors 1 + w; transformers keeps w.
         state = {name: value - 1 if name.endswith("norm.weight") else value for name, value in state.items()}
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return model_class.from_pretrained(
@@ -81,7 +81,7 @@ def config_fields(config: ModelConfig) -> dict[str, Any]:
         return fields | _gemma3_fields(config)
     window = _only_window(config)
     if config.model_type in ("llama", "mistral"):
-        # Llama's class knows no window; Mistral's is the same model with one.
+        # Llama's class has no window; Mistral's is the same model with one.
         return fields | {"model_type": "llama" if window is None else "mistral", "sliding_window": window}
     if window is not None:
         kinds = ["sliding_attention"] * config.num_layers

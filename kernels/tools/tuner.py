@@ -59,7 +59,7 @@ def candidates(op: str) -> Iterator[LaunchConfig]:
 
 
 def measure(op: str, bucket: str, device: torch.device) -> float:
-    """Seconds that the op's workload takes with the current parameters."""
+    """Return the seconds that the op's workload takes with the current parameters."""
     return captured_median_s([tuning_workload(op, bucket, device)] * NUM_CALLS, device)
 
 
@@ -97,7 +97,7 @@ def tune(
 
 
 def _measured_s(measured: Measure, op: str, bucket: str, device: torch.device) -> float | None:
-    """None if the candidate does not run there, for lack of shared memory or because it does not compile."""
+    """Return seconds; None if the candidate does not compile or needs more shared memory than the device has."""
     try:
         return measured(op, bucket, device)
     except Exception:
@@ -110,9 +110,7 @@ def _first_failure(checks: Sequence[Check], device: torch.device) -> str | None:
     for check in checks:
         try:
             check.run(device)
-        except (
-            Exception
-        ) as error:  # a wrong result, too little shared memory, a compiler's refusal: all the same here
+        except Exception as error:  # wrong results and compiler errors alike rule the candidate out
             return f"{check.name} failed with {type(error).__name__}: {str(error)[:200]}"
     return None
 

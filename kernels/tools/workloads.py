@@ -33,12 +33,12 @@ class AttentionSizes:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes that decoding reads, for 16-bit elements."""
+        """Bytes of K/V that decoding reads, for 16-bit elements."""
         return 2 * self.num_rows * self.context_len * self.num_kv_heads * self.head_dim * 2
 
 
 def attention(sizes: AttentionSizes, device: torch.device, dtype: torch.dtype) -> Workload:
-    """Attention of rows whose blocks are scattered over the pool."""
+    """Return attention of rows whose blocks are scattered over the pool."""
     width = -(-sizes.context_len // BLOCK_SIZE)
     num_blocks = sizes.num_rows * width
     shape = (num_blocks, sizes.num_kv_heads, BLOCK_SIZE, sizes.head_dim)
@@ -51,7 +51,7 @@ def attention(sizes: AttentionSizes, device: torch.device, dtype: torch.dtype) -
 
 
 def decode_batch(num_rows: int, new_tokens: int, context_len: int, device: torch.device) -> ForwardBatch:
-    """Equal rows whose blocks are in random order, so that no row's are adjacent."""
+    """Return equal rows whose blocks are in random order, so that no row's are adjacent."""
     width = -(-context_len // BLOCK_SIZE)
     order = torch.randperm(num_rows * width, generator=torch.Generator().manual_seed(0))
     tables = order.view(num_rows, width).to(torch.int32)
@@ -119,7 +119,7 @@ def sampling(num_rows: int, vocab_size: int, device: torch.device) -> Workload:
 
 
 def _embed_tokens(num_tokens: int, device: torch.device, dtype: torch.dtype) -> Workload:
-    """Half of the tokens are pending."""
+    """Look up tokens of which half are pending."""
     embedding = torch.randn(1000, 4096, device=device, dtype=dtype)
     ring = torch.zeros((num_tokens, RING_TOKENS), dtype=torch.int32, device=device)
     positions = torch.arange(num_tokens, device=device)

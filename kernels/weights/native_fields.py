@@ -31,7 +31,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
 
 
 def foreign_field(raw: Mapping[str, Any]) -> str | None:
-    """The first field, with its value, that the native decoders do not support; None if they support all.
+    """Return the first field, with its value, that the native decoders do not support; None if they support all.
 
     `raw` is a config.json, for Gemma 3 its text part. The reader of a field checks its type.
     """
@@ -41,12 +41,12 @@ def foreign_field(raw: Mapping[str, Any]) -> str | None:
 
 
 def is_family(raw: Mapping[str, Any]) -> bool:
-    """Whether the model type is native, whatever else the config asks for."""
+    """Return whether the model type is native, whatever else the config asks for."""
     return isinstance(raw.get("model_type"), str) and raw["model_type"] in _FIELDS
 
 
 def with_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with defaults filled in, for families other than Gemma 3."""
+    """Return the config with defaults filled in, for families other than Gemma 3."""
     return {**DEFAULTS[raw["model_type"]], **raw}
 
 
@@ -117,7 +117,7 @@ def qwen_layer_types(raw: Mapping[str, Any]) -> list[Any]:
     full = with_defaults(raw)
     first, num_layers = full["max_window_layers"], full.get("num_hidden_layers")
     if not isinstance(num_layers, int) or not isinstance(first, int):
-        return ["full_attention"]  # the reader of the number of layers reports what is wrong with it
+        return ["full_attention"]  # The reader of the number of layers reports what is wrong with it.
     has_window = full["use_sliding_window"] and full["sliding_window"] is not None
     return [
         "sliding_attention" if has_window and layer >= first else "full_attention"
@@ -126,7 +126,7 @@ def qwen_layer_types(raw: Mapping[str, Any]) -> list[Any]:
 
 
 def uniform_window(raw: Mapping[str, Any]) -> Any:
-    """The sliding_window of a config without foreign fields, None if no layer has one; its type is unchecked."""
+    """Return the sliding_window of a config without foreign fields, None if no layer has one; its type is unchecked."""
     if raw["model_type"] == "mistral":
         return with_defaults(raw)["sliding_window"]
     if raw["model_type"] not in ("qwen2", "qwen3"):

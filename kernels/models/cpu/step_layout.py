@@ -77,10 +77,10 @@ class AttentionWork:
 
 
 class AttentionPlanner:
-    """Cuts prompts into runs of queries and, where a step has too few tasks, rows into spans of keys.
+    """Divides prompts into runs of queries and, where a step has too few tasks, rows into spans of keys.
 
     A plan holds for the layers with one window (0 for none): spans before the window are left out, because their parts
-    stay unwritten and must not be merged. How a row is cut does not change a bit of its result.
+    stay unwritten and must not be merged. How a row is divided does not change a bit of its result.
     """
 
     def __init__(self, config: ModelConfig, block_size: int, num_threads: int) -> None:
@@ -93,11 +93,11 @@ class AttentionPlanner:
 
     @property
     def part_bytes(self) -> int:
-        """Size of one span's unfinished output, for one item and KV head."""
+        """Bytes of one span's unfinished output, for one item and KV head."""
         return self._part_bytes
 
     def plan(self, batch: ForwardBatch, window: int) -> AttentionWork:
-        """The attention of all tokens."""
+        """Plan the attention of all tokens of a batch on the host, shaped as ForwardBatch says."""
         num_decodes = batch.num_decode_rows
         starts = batch.query_start.tolist()
         per_item = self._queries_per_item
@@ -113,7 +113,7 @@ class AttentionPlanner:
         return self._share(items, batch, window)
 
     def plan_sampled(self, batch: ForwardBatch, window: int) -> AttentionWork:
-        """The attention of the sampled tokens only."""
+        """Plan the attention of the sampled tokens only, as `plan` does."""
         starts, indices = batch.query_start.numpy(), batch.sample_indices.numpy()
         items = np.zeros(len(indices), ITEM)
         items["row"] = np.searchsorted(starts, indices, side="right") - 1

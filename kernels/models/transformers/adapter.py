@@ -34,7 +34,7 @@ class Attention(Protocol):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
-        """Attend from query [num_tokens, num_heads, head_dim]; return [num_tokens, num_heads, size of a value].
+        """Attend from query [num_tokens, num_heads, head_dim]; return [num_tokens, num_heads, value size] in its dtype.
 
         `options` holds the model's other arguments, such as `scaling` and `softcap`.
         """
@@ -139,7 +139,10 @@ def attention_forward(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers asks: [1, heads, num_tokens, head_dim] in, [1, num_tokens, heads, head_dim] out."""
+    """Attend as transformers asks: [1, heads, num_tokens, head_dim] in, [1, num_tokens, heads, head_dim] out.
+
+    Any float type; the output has the query's.
+    """
     options |= {"module": module, "attention_mask": attention_mask}
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     return _current.get().attend(query, key, value, options).unsqueeze(0), None

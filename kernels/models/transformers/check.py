@@ -1,4 +1,4 @@
-"""Checks that an adapted model gives the logits that it gives with its own attention, one prompt at a time."""
+"""Checks that an adapted model gives the same logits in a batch as with its own attention and one prompt at a time."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ class _Row:
 
 @torch.inference_mode()
 def own_logits(model: PreTrainedModel, max_positions: int) -> torch.Tensor:
-    """[len(_PROMPTS), vocab_size]: the logits after each prompt, alone and with the model's own attention."""
+    """Return float32 [len(_PROMPTS), vocab_size]: logits after each prompt, alone, with the model's own attention."""
     logits = []
     for prompt, first in zip(_PROMPTS, _first_positions(max_positions), strict=True):
         tokens = torch.tensor([prompt], device=model.device)
@@ -49,7 +49,7 @@ def check_logits(folder: Path, adapted: AdapterModel, model: PreTrainedModel, ex
     """Compute the first prompt in chunks of seven, three and one tokens, the first chunk beside the second prompt.
 
     The second prompt has the last positions that the model allows, so that an effect of one row on another's rotation
-    shows. expected: [2, vocab_size], from own_logits. Raises ModelFileError with the largest difference.
+    shows. expected: float32 [2, vocab_size], from own_logits. Raises ModelFileError with the largest difference.
     """
     first, second = _PROMPTS
     start, end = _first_positions(adapted.config.max_position_embeddings)

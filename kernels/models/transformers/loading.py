@@ -119,7 +119,7 @@ def _load(folder: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation="eager",  # the only one that every model has and that is complete
+            attn_implementation="eager",  # This is the only one that every model has and that is complete.
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
@@ -172,7 +172,7 @@ def _model_config(
         model_type=config.model_type,
         num_layers=len(layers),
         hidden_size=getattr(text, "hidden_size", 0),
-        intermediate_size=0,  # unused, like everything that is zero below: transformers computes it
+        intermediate_size=0,  # This is unused, like everything that is zero below: transformers computes it.
         num_heads=getattr(text, "num_attention_heads", 0),
         num_kv_heads=max(layer.num_kv_heads for layer in layers),
         head_dim=-(-head_dim // _HEAD_MULTIPLE) * _HEAD_MULTIPLE,

@@ -56,7 +56,7 @@ class _Call:
 
 
 def probe_layers(folder: Path, model: PreTrainedModel) -> list[LayerNeeds]:
-    """The needs of each layer in the order of the calls; empty for a model whose attention cannot be replaced.
+    """Return the needs of each layer in the order of the calls; empty for a model whose attention cannot be replaced.
 
     Leaves the model with our attention. Raises ModelFileError for attention that ours cannot replace.
     """
@@ -141,14 +141,14 @@ def _span(folder: Path, mask: torch.Tensor | None, functions: list[VisibleFuncti
     try:
         span = measure_span(functions[number]) if known else None
     except (IndexError, RuntimeError, TypeError):
-        span = None  # it is defined only for the positions of the pass that it was made for
+        span = None  # The function is defined only for the positions of the pass that it was made for.
     if span is None:
         raise _not_supported(folder, "attention_mask")
     return span
 
 
 def measure_span(visible: VisibleFunction) -> Span | None:
-    """The span that the function describes; None if it is not causal, a causal window or causal chunks."""
+    """Return the span that the function describes; None if it is not causal, a causal window or causal chunks."""
     width = _width(visible, FAR)
     if width == FAR + 1:
         return Span() if _is_pattern(visible, Span()) else None

@@ -1,4 +1,4 @@
-"""What the processor can do, for the CPU kernels."""
+"""The processor's features, for the CPU kernels."""
 
 import os
 from functools import cache

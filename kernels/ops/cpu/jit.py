@@ -1,6 +1,6 @@
-"""How the CPU kernels are compiled: Numba with LLVM intrinsics, kept on disk, run without the GIL.
+"""How the CPU kernels are compiled: Numba with LLVM intrinsics, cached on disk, run without the GIL.
 
-Numba compiles a function again inside each of its callers. So the large pieces are compiled once, each to a plain C
+Numba compiles a function again inside each of its callers. So large functions are compiled once, each to a plain C
 function of int64 arguments, and called by address.
 """
 

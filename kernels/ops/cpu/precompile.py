@@ -1,8 +1,8 @@
 """Compiles a module's functions in a process of its own, before this one loads them from the cache.
 
-The code that Numba runs right after compiling and the code that it keeps come from the same source, but they are not
-bit for bit the same: sums round differently. If the first process of a machine ran the one and all later processes the
-other, a job that moves between them could continue with another token. So every process loads the kept code.
+The code that Numba runs right after compiling and the code that it caches come from the same source, but they differ:
+sums round differently. If the first process of a machine ran the fresh code and all later processes
+the cached code, a job that moves between them could continue with another token. So every process loads cached code.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ for name in sys.argv[5:]:
 
 
 def precompile(module: str, functions: Sequence[CompiledFunction]) -> None:
-    """Takes seconds at the first call on a machine, no time later. If it fails, functions compile when first used."""
+    """Compile and cache, in seconds and once per machine. If that fails, functions compile when first used."""
     if not use_cache_folder():
         return
     folder = Path(numba.config.CACHE_DIR)

@@ -1,7 +1,7 @@
-"""Which product of bfloat16 is quicker on this processor, measured with the register tile on operands in its caches.
+"""Measures which product of bfloat16 is faster on this processor, with the register tile on operands in its caches.
 
-Processors with AVX-512 bfloat16 differ: some do a dot product of pairs as quickly as a float32 multiplication, with
-twice the work in it; on others it takes so long that widening both sides to float32 wins. And many have none at all.
+Processors with AVX-512 bfloat16 differ: some compute a dot product of pairs, twice the work, as fast as a float32
+multiplication; on others it takes so long that widening both sides to float32 is faster. Many have no dot product.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ def choose_bf16_product(name: str = "auto") -> None:
 
 
 def quicker_product() -> Product:
-    """DOT or FMA; measuring takes about a tenth of a second."""
+    """Return DOT or FMA, whichever is faster; measuring takes about a tenth of a second."""
     if not has_dot():
         return Product.FMA
     rates = product_rates()
@@ -44,7 +44,7 @@ def quicker_product() -> Product:
 
 
 def product_rates() -> dict[Product, float]:
-    """Multiplications per second and core of DOT and FMA, measured in turn; about a tenth of a second."""
+    """Measure multiplications per second and core of DOT and FMA in turn; takes about a tenth of a second."""
     runs = {product: _prepare(product) for product in (Product.DOT, Product.FMA)}
     best = dict.fromkeys(runs, float("inf"))
     for _ in range(_TURNS):

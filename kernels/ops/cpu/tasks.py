@@ -50,7 +50,7 @@ def wait(phase: int, num_tiles: int) -> None:
 def run_on_threads(function: CompiledFunction, argument: int, num_threads: int) -> None:
     """Call the one-argument function on `num_threads` threads at once, this one included; the GIL is released.
 
-    Fewer threads may turn up: the work is shared so that this only costs time. The threads are those of the OpenMP
+    Fewer threads may run: the work is shared so that this only costs time. The threads are those of the OpenMP
     library that torch runs on: idle threads of a pool of our own would spin on the cores that torch needs.
     """
     parallel = _gomp_parallel()
@@ -64,7 +64,7 @@ def run_on_threads(function: CompiledFunction, argument: int, num_threads: int) 
 def _gomp_parallel() -> Any:
     """GCC's entry point for a parallel region (LLVM's and Intel's OpenMP have it too), None if torch has none."""
     try:
-        # Looked up through torch's own library, because another OpenMP may be loaded as well.
+        # The symbol is looked up through torch's own library, because another OpenMP may be loaded as well.
         function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
     except (OSError, AttributeError):
         return None

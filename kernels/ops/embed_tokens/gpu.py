@@ -44,7 +44,9 @@ def embed_tokens(
     *,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Rows of `embedding` [vocab_size, hidden_size], times `scale`: [num_tokens, hidden_size].
+    """Return rows of `embedding` [vocab_size, hidden_size] times `scale`: [num_tokens, hidden_size], same float type.
+
+    token_ids and positions are [num_tokens] int64.
 
     An id of -1 - slot is read from `ring` [num_slots, n] int32 at the slot and the token's position modulo n.
     """

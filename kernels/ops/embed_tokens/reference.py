@@ -8,9 +8,9 @@ def embed_tokens_reference(
     embedding: torch.Tensor,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Rows of `embedding` [vocab_size, hidden_size] for token_ids [num_tokens].
+    """Return the rows of `embedding` [vocab_size, hidden_size], any float type, for token_ids [num_tokens] int64.
 
-    An id of -1 - slot stands for the token that `ring` [num_slots, n] has for the slot and the position modulo n.
+    An id of -1 - slot stands for the token that `ring` [num_slots, n] int32 has for the slot and the position modulo n.
     """
     pending = token_ids < 0
     known = token_ids.clone()

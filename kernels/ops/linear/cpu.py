@@ -1,4 +1,4 @@
-"""Matrix products over packed weights, tile by tile; what follows them is done while the tile is in cache."""
+"""Matrix products over packed weights, tile by tile; the epilogue runs while the tile is in cache."""
 
 import numpy as np
 
@@ -31,12 +31,12 @@ _TILE_BYTES = HEIGHTS[-1] * _TILE_ROW_BYTES
 
 
 def scratch_bytes(num_inputs: int) -> int:
-    """Scratch per thread: a tile's results and, where the tile reads float32, its widened rows."""
+    """Return the scratch bytes per thread: a tile's results and, where the tile reads float32, its widened rows."""
     return _TILE_BYTES + (HEIGHTS[-1] * num_inputs * 4 if bf16_product() is Product.FMA else 0)
 
 
 def describe(linear: PackedLinear) -> tuple[int, ...]:
-    """The record of `linear`, which must outlive the record's use."""
+    """Return the record of `linear`, which must outlive the record's use."""
     tensors = (linear.panels, linear.bias, linear.scales, linear.offsets)
     addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     return (*addresses, linear.num_inputs, linear.num_outputs, linear.panels.shape[0], linear.num_groups)
@@ -152,8 +152,8 @@ def linear_phase(
             height = next_height(end - row, most)
             left, stride = a + row * lda, lda
             if field[_SCALES] == 0 and left_size() == 4:
-                # Widened once for the panels of this tile and again for the next ones. That takes a twentieth of the
-                # product's time; rows kept in float32 would double what is read for every panel.
+                # Rows are widened once for the panels of this tile and again for the next ones. That takes a twentieth
+                # of the product's time; rows kept in float32 would double what is read for every panel.
                 left, stride = scratch + _TILE_BYTES, k * 4
                 _widen(height, a + row * lda, lda, k, left)
             for panel in range(first_panel, last_panel):

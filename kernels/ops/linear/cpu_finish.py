@@ -1,6 +1,6 @@
-"""What is done with a row of a tile: store, add, silu(gate) · up, or gelu(gate) · up.
+"""Epilogues of a product, for one row of a tile: store, add, silu(gate) · up, or gelu(gate) · up.
 
-A loop over the columns would take up to a tenth as long as the product before it.
+A scalar loop over the columns would take up to a tenth of the product's time.
 """
 
 # ruff: noqa: ARG001 -- Numba fixes the arguments of an intrinsic and of its generator
@@ -21,7 +21,7 @@ def silu_mul_16(typing_context: Any, gate: Any, up: Any, out: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         gate, up, out = arguments
         x = load(builder, gate)
-        # Infinite below -128 / log2(e): the quotient is 0 then, as it should be.
+        # The power is infinite below -128 / log2(e): then the quotient is 0, as it should be.
         power = exp2(builder, builder.fmul(x, splat(-math.log2(math.e))), terms=6)
         quotient = builder.fdiv(x, builder.fadd(power, splat(1.0)))
         store(builder, to_bf16(builder, builder.fmul(quotient, load(builder, up))), out, align=2)
@@ -32,7 +32,7 @@ def silu_mul_16(typing_context: Any, gate: Any, up: Any, out: Any) -> Any:
 
 @intrinsic
 def gelu_mul_16(typing_context: Any, gate: Any, up: Any, out: Any) -> Any:
-    """As silu_mul_16 with the tanh form of gelu, x · (1 + tanh(u)) / 2 = x / (1 + e^-2u)."""
+    """Like silu_mul_16 with the tanh form of gelu, x · (1 + tanh(u)) / 2 = x / (1 + e^-2u)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         gate, up, out = arguments

@@ -12,7 +12,7 @@ PANEL = 32
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """y = x · weightᵀ + bias for the CPU kernels; a bfloat16 or an int8 weight with a scale per output."""
+    """A layer y = x · weightᵀ + bias for the CPU kernels; its weight is bfloat16, or int8 with a scale per output."""
 
     panels: torch.Tensor
     """bfloat16 [num_panels, in / 2, 32, 2] or int8 [num_panels, in / 4, 32, 4]"""
@@ -69,7 +69,10 @@ def group_size(num_inputs: int) -> int:
 def pack_gate_up(
     gate: torch.Tensor, up: torch.Tensor, *, quantized: bool = False, arena: Arena | None = None
 ) -> PackedLinear:
-    """Pack gate and up [intermediate, hidden] in alternating runs of 16 rows: a panel holds both for 16 columns."""
+    """Pack gate and up [intermediate, hidden], any float type, in alternating runs of 16 rows.
+
+    A panel then holds both for the same 16 columns. Raises ValueError as pack_linear does.
+    """
     pad = -gate.shape[0] % 16
     halves = [
         torch.nn.functional.pad(half, (0, 0, 0, pad)).reshape(-1, 16, gate.shape[1]) for half in (gate, up)

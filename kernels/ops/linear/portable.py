@@ -10,7 +10,10 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, quantized: bool = False) -> Linear:
-    """The quickest linear layer on this device for a weight [num_outputs, num_inputs]."""
+    """Return the fastest linear layer on this device for a weight [num_outputs, num_inputs], any float type.
+
+    The layer maps [..., num_inputs] to [..., num_outputs] in the same type.
+    """
     if quantized:
         return _Int8Linear(weight, bias)
     if (

@@ -23,12 +23,15 @@ _SEGMENTS_PER_SPAN = 4
 
 @jit_inline
 def span_tokens(block_size: int) -> int:
-    """The number of keys in a span, whose softmax is computed independently."""
+    """Return the number of keys in a span, whose softmax is computed independently."""
     return SEGMENT // block_size * block_size * _SEGMENTS_PER_SPAN
 
 
 def scratch_bytes(group: int, head_dim: int) -> int:
-    """Scratch per thread: queries, scores and weights of a strip, the output of a span and of the spans before it."""
+    """Return the scratch bytes per thread.
+
+    Scratch holds queries, scores and weights of a strip, and the output of a span and of the spans before it.
+    """
     rows = (max(MAX_QUERIES, group) + 1) // 2 * 2
     return rows * head_dim * left_bytes() + STRIP_BYTES + 2 * int(part_bytes.py_func(rows, head_dim)) + 64
 

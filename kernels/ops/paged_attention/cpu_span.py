@@ -22,13 +22,13 @@ _LOG2_E = np.float32(math.log2(math.e))
 
 @jit_inline
 def part_bytes(rows: int, head_dim: int) -> int:
-    """Size of one span's unfinished output: float32 outputs, 16 partial sums, peak and factor of each row."""
+    """Bytes of one span's unfinished output: float32 outputs, 16 partial sums, peak and factor of each row."""
     return rows * (head_dim * 4 + 64) + (2 * (rows + 16) * 4 + 63) // 64 * 64
 
 
 @jit_inline
 def part_fields(part: int, rows: int, head_dim: int) -> tuple[int, int, int]:
-    """Where the sums, peaks and factors of a part begin; 16 rows at a time are read and written."""
+    """Return where the sums, peaks and factors of a part begin; 16 rows at a time are read and written."""
     sums = part + rows * head_dim * 4
     return sums, sums + rows * 64, sums + rows * 64 + (rows + 16) * 4
 

@@ -17,9 +17,10 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 def paged_attention(
     query: torch.Tensor, kv: KVBlocks, batch: ForwardBatch, *, scale: float, window: int | None = None
 ) -> torch.Tensor:
-    """Causal attention of query [num_tokens, num_heads, head_dim] over each row's blocks; same shape as `query`.
+    """Compute causal attention of query [num_tokens, num_heads, head_dim] over each row's blocks.
 
-    With `window` a token sees itself and the window - 1 tokens before it. No value of `batch` is read on the host.
+    The result has the shape and float type of `query`. With `window` a token sees itself and the window - 1 tokens
+    before it. No value of `batch` is read on the host.
     """
     num_tokens, num_heads, head_dim = query.shape
     _, num_kv_heads, _, kv_head_dim = kv.key.shape
@@ -34,7 +35,7 @@ def paged_attention(
     num_rows, num_decode = batch.context_lens.shape[0], batch.num_decode_rows
     out = torch.empty_like(query)
     bucket = f"d{max(next_power_of_two(head_dim), 64)}"
-    # In powers of two, because the hardware has exp2; includes the scale of K.
+    # Scores are in powers of two, because the hardware has exp2; the factor includes the scale of K.
     scale_log2 = scale * kv.key_scale * math.log2(math.e)
     if num_decode:
         paged_decode(

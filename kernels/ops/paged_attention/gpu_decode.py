@@ -16,7 +16,7 @@ from kernels.ops.gpu.tuning import LaunchConfig, next_power_of_two
 
 @device_function
 def _first_split(context_len: tl.tensor, SPLIT_TOKENS: tl.constexpr, WINDOW: tl.constexpr) -> tl.tensor:
-    """The first of a row's splits with a token in the window."""
+    """Return the first of a row's splits with a token in the window."""
     return tl.maximum(context_len - WINDOW, 0) // SPLIT_TOKENS if WINDOW > 0 else context_len * 0
 
 
@@ -191,7 +191,10 @@ def paged_decode(
     out: torch.Tensor,
     config: LaunchConfig,
 ) -> None:
-    """One token per row, query and out [num_rows, num_heads, head_dim]; everything is checked by the caller."""
+    """Attend from one token per row: query and out [num_rows, num_heads, head_dim] of one float type.
+
+    The caller has checked all arguments.
+    """
     num_rows, num_heads, head_dim = query.shape
     _, num_kv_heads, block_size, _ = key_pool.shape
     group = num_heads // num_kv_heads

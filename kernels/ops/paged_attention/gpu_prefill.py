@@ -130,7 +130,10 @@ def paged_prefill(
     out: torch.Tensor,
     config: LaunchConfig,
 ) -> None:
-    """Rows of any length; query and out [all tokens, num_heads, head_dim], of which these rows have `num_tokens`."""
+    """Attend from rows of any length, which have `num_tokens` tokens in all.
+
+    query and out are [all tokens of the batch, num_heads, head_dim] of one float type.
+    """
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, block_size, _ = key_pool.shape
     num_rows = context_lens.shape[0]

@@ -39,7 +39,10 @@ def paged_attention(
     batch: ForwardBatch,
     scores: Scores,
 ) -> torch.Tensor:
-    """Causal attention of query [num_tokens, num_heads, head_dim] over one layer's blocks."""
+    """Compute causal attention of query [num_tokens, num_heads, head_dim] over one layer's blocks.
+
+    key_blocks and value_blocks are as in KVPool, without num_layers; all have one float type, which the result has too.
+    """
     output = torch.empty_like(query)
     lens, bounds = batch.context_lens.tolist(), batch.query_start.tolist()
     longest_first = sorted(range(batch.num_decode_rows), key=lambda row: -lens[row])

@@ -4,7 +4,7 @@ import torch
 def gather_kv(
     key_blocks: torch.Tensor, value_blocks: torch.Tensor, block_table: torch.Tensor, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One row's keys and values [num_kv_heads, num_tokens, head_dim], copied out of its blocks in order."""
+    """Copy one row's keys and values [num_kv_heads, num_tokens, head_dim] out of its blocks in order, same type."""
     num_blocks = -(-num_tokens // key_blocks.shape[3])
     table = block_table[:num_blocks].long()
     key = key_blocks[table].permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)
@@ -13,7 +13,7 @@ def gather_kv(
 
 
 def visible(num_queries: int, context_len: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """[num_queries, context_len]: True where a query sees a key; the last query is at context_len - 1."""
+    """Return bool [num_queries, context_len]: True where a query sees a key; the last query is at context_len - 1."""
     query = torch.arange(context_len - num_queries, context_len, device=device).unsqueeze(1)
     key = torch.arange(context_len, device=device).unsqueeze(0)
     mask = key <= query

@@ -1,6 +1,6 @@
 """RMS norm of float32 rows to the left-hand matrix of the next product: bfloat16, or uint8 with scales.
 
-Where a model norms a branch's output before it is added, that is done in the same pass.
+Where a model norms a branch's output before it is added, the same pass does both.
 """
 
 import numpy as np
@@ -14,6 +14,9 @@ from kernels.ops.rms_norm.cpu_vectors import encode_row, peak_bits, scale_row, s
 
 _ROWS_PER_TILE = 4
 _LEVELS = np.float32(127.0)
+
+# The three phases repeat the loop over tiles. A shared loop would call each row's work by address or test in every row
+# which phase it is; what they share is inlined per row: norm_row and quantize_group.
 
 
 @jit_inline

@@ -50,9 +50,11 @@ def rms_norm(
     residual: torch.Tensor | None = None,
     branch_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Normalize rows of `x` [num_tokens, size]; with `residual` (same shape) it becomes x + residual first, in place.
+    """Normalize rows of `x` [num_tokens, size]; return them in the same shape and float type.
 
-    With `branch_weight` x is normalized by that before it is added (Gemma 3). Rows of `x` may be strided.
+    `residual` (same shape and type) first becomes x + residual, in place, and is what is normalized. With
+    `branch_weight` x is normalized with that weight before the addition (Gemma 3). Weights are [size]. Rows of `x` may
+    be strided.
     """
     num_tokens, size = x.shape
     assert x.stride(1) == 1

@@ -68,7 +68,7 @@ class SamplingInputs:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Still on the device, one entry per row."""
+    """Results on the device, one entry per row."""
 
     token_ids: torch.Tensor
     """[num_rows] int32; only meaningful where the status is STATUS_OK"""
@@ -127,7 +127,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
 
 
 def _allocate(num_rows: int, device: torch.device) -> Sampled:
-    """One allocation, so that one copy takes it to the host; each part is aligned for every number of rows."""
+    """Allocate all results at once, so that one copy reads them back; each part is aligned for every number of rows."""
     width = -(-num_rows // _INTS_PER_16_BYTES) * _INTS_PER_16_BYTES
     packed = torch.empty((3, width), dtype=torch.int32, device=device)
     token_ids, statuses, logprobs = packed[:, :num_rows].unbind(0)

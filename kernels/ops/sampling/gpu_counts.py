@@ -1,4 +1,4 @@
-"""Counts of tokens for the penalties, by slot on the device: brought up to date when a row samples, not after it.
+"""Counts of tokens for the penalties, by slot on the device, updated when a row samples, not after it.
 
 The token that a row samples is counted when its successor is sampled, and each slot remembers up to which position it
 has counted. So a step that is run again counts nothing twice, and a token is never counted unless another step follows.
@@ -51,7 +51,7 @@ def _token_counts_kernel(
             tl.store(row + token, tl.load(history_counts + at, mask=mask, other=0), mask=mask)
     else:
         done = tl.load(counted + slot)
-        # Ahead: the next step already ran and counted the token that this one samples again.
+        # The counts are ahead: the next step already ran and counted the token that this one samples again.
         is_behind = done < position
         newest = tl.where(is_behind, position - 1, position)
         token = tl.load(ring + slot * RING + newest % RING)

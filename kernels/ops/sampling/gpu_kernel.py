@@ -4,7 +4,7 @@ The order is that of `kernels.sampling.cpu`: bias, penalties, temperature, min-p
 the inverse of the cumulative distribution in vocabulary order. Each filter is one number, the smallest kept weight,
 found by bisection over the bits of the weight, which order like the weights since none is negative. The weights are
 stored once; each round reads them from L2. Partial sums stay per lane and are reduced once after the loop: a reduction
-in each round would make the rounds wait for each other.
+in each round would serialize the rounds.
 """
 
 # ruff: noqa: N803, N806  compile-time parameters are upper case, as everywhere in Triton
@@ -86,7 +86,7 @@ def _at_least(row: tl.tensor, floor_bits: tl.tensor, VOCAB: tl.constexpr, BLOCK:
 def _top_k_floor(row: tl.tensor, top_k: tl.tensor, VOCAB: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
     """Bits of a weight that exactly the top_k largest reach, or of the top_k-th itself if others equal it."""
     low = tl.zeros([], tl.int32)
-    high = tl.full([], 0x3F800001, tl.int32)  # just above 1.0
+    high = tl.full([], 0x3F800001, tl.int32)  # Just above 1.0.
     count_low = tl.full([], VOCAB, tl.int32)
     while (high - low > 1) & (count_low != top_k):
         middle = (low + high) // 2
@@ -235,7 +235,7 @@ def _sample_kernel(
     presence = tl.load(table + 5).to(tl.float32)
 
     # Per lane: whether a logit is NaN, the largest raw logit, and the first id of the largest adjusted one.
-    LANES: tl.constexpr = BLOCK // 4 if HAS_ADJUSTED else BLOCK  # adjusting needs registers
+    LANES: tl.constexpr = BLOCK // 4 if HAS_ADJUSTED else BLOCK  # Adjusting needs registers.
     nan = tl.zeros([LANES], tl.int32)
     raw_highest = tl.full([LANES], float("-inf"), tl.float32)
     highest = tl.full([LANES], float("-inf"), tl.float32)
@@ -278,7 +278,7 @@ def _sample_kernel(
     is_empty = tl.abs(best) == float("inf")
     token = best_id
     if (temperature > 0) & (not (is_bad | is_empty)):
-        # Threads read what other threads stored, here and below.
+        # Here and below, threads read what other threads stored.
         tl.debug_barrier()
         _store_weights(row if HAS_ADJUSTED else raw_row, row, best, temperature, VOCAB, BLOCK)
         tl.debug_barrier()
@@ -291,7 +291,7 @@ def _sample_kernel(
             floor = _top_p_floor(row, floor, top_k, top_p, VOCAB, BLOCK)
         uniform = _uniform(tl.load(seeds + line), tl.load(positions + line))
         token = _invert(row, floor, uniform, VOCAB, BLOCK, SPAN)
-    # For the next step, which may be enqueued before the host knows the token; a failed row leaves a valid id, 0.
+    # The next step reads this and may be enqueued before the host knows the token; a failed row leaves a valid id, 0.
     ring_at = tl.load(slots + line).to(tl.int64) * RING + tl.load(positions + line) % RING
     tl.store(ring + ring_at, tl.where(is_bad | is_empty, 0, token))
     tl.store(token_ids + line, token)

@@ -32,7 +32,9 @@ def _silu_mul_kernel(
 
 
 def silu_mul(gate_up: torch.Tensor, *, gelu_tanh: bool = False) -> torch.Tensor:
-    """silu(gate) * up for `gate_up` [num_tokens, 2 * size], gate first; with `gelu_tanh` gelu in its tanh form."""
+    """Return silu(gate) * up, [num_tokens, size], for `gate_up` [num_tokens, 2 * size], gate first, any float type.
+
+    With `gelu_tanh`, gelu in its tanh form replaces silu."""
     num_tokens, double = gate_up.shape
     assert double % 2 == 0
     assert gate_up.stride(1) == 1

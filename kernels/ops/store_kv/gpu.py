@@ -132,7 +132,8 @@ def store_kv(
 ) -> torch.Tensor:
     """Rotate q and k, write k and v at `slot_mapping`, return q as [num_tokens, num_heads, head_dim].
 
-    `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; a negative slot writes nothing.
+    `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] of any float type, which q keeps. positions and
+    slot_mapping are [num_tokens] int64; a negative slot writes nothing.
     """
     _, num_kv_heads, block_size, head_dim = kv.key.shape
     num_tokens, width = qkv.shape

@@ -8,7 +8,7 @@ def store_kv_reference(
     value_blocks: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Write key and value [num_tokens, num_kv_heads, head_dim] into one layer's blocks (KVPool's layout)."""
+    """Write key and value [num_tokens, num_kv_heads, head_dim] into one layer's blocks (KVPool's layout and dtype)."""
     _, _, lanes, block_size, pack = key_blocks.shape
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     pairs = key.to(key_blocks.dtype).reshape(*key.shape[:2], lanes, pack)

@@ -47,7 +47,8 @@ class DecodeGraphs:
     def warmup(self, max_context_tokens: int = 1) -> None:
         """Capture what steps may need: every batch size up to the largest and every context up to this length.
 
-        If these are too many, the shortest contexts. The largest come first, so that the others fit their memory.
+        If these are too many, only the shortest contexts are captured. The largest graphs come first, so that the
+        others fit into their memory.
         """
         for num_rows, width in reversed(self._shapes(max_context_tokens)[:MAX_GRAPHS]):
             self._graph(num_rows, width).replay(empty_decode())
@@ -66,7 +67,7 @@ class DecodeGraphs:
         return [(size, width) for width in widths for size in BATCH_BUCKETS if size <= largest]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [num_sampled, vocab_size]; valid until the next call."""
+        """Run a batch of decoding rows; return float32 logits [num_sampled, vocab_size], valid until the next call."""
         num_rows = batch.context_lens.shape[0]
         bucket = next(size for size in BATCH_BUCKETS if size >= num_rows)
         graph = self._graph(bucket, self._width(batch.block_tables.shape[1]))
@@ -105,7 +106,7 @@ class _Capture:
         return cls(torch.cuda.Stream(), torch.cuda.graph_pool_handle())  # type: ignore[no-untyped-call]  # torch ships them without types
 
     def of(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """The graph of a run and its result, which every replay overwrites."""
+        """Capture a run; return its graph and its result [...] of any dtype, which every replay overwrites."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             # Compiles what is not compiled yet and lets cuBLAS choose and load kernels; a capture allows neither.
@@ -137,7 +138,7 @@ class _Graph:
             self._graph, self._logits = capture.of(lambda: run(padded))
 
     def replay(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [num_rows, vocab_size] of all rows of the bucket, or of the `wanted` [n] ones."""
+        """Return float32 logits [num_rows, vocab_size] of the bucket, or [n, vocab_size] of the `wanted` rows [n]."""
         tensors = batch_tensors(pad_decode(batch, *self._shape))
         if wanted is not None:
             tensors["wanted"] = wanted
@@ -151,10 +152,10 @@ class _Graph:
 
 
 def pad_decode(batch: ForwardBatch, num_rows: int, num_blocks: int) -> ForwardBatch:
-    """A batch of decoding rows padded to `num_rows` rows and block tables of `num_blocks`.
+    """Pad a batch of decoding rows to `num_rows` rows and block tables of `num_blocks` blocks.
 
     Added rows have no context and slot_mapping -1: they read and write nothing, and their logits are meaningless. All
-    rows sample, so that the shapes depend on the bucket only.
+    rows sample, so that the shapes depend on the bucket only. All tensors keep their dtypes.
     """
     rows, width = batch.block_tables.shape
     tables = torch.zeros((num_rows, num_blocks), dtype=torch.int32)
@@ -172,7 +173,7 @@ def pad_decode(batch: ForwardBatch, num_rows: int, num_blocks: int) -> ForwardBa
 
 
 def empty_decode() -> ForwardBatch:
-    """A batch without rows: padded, it warms up a bucket without touching the pool."""
+    """Return a batch without rows: padded, it warms up a bucket without touching the pool."""
     return ForwardBatch(
         token_ids=torch.empty(0, dtype=torch.int64),
         positions=torch.empty(0, dtype=torch.int64),

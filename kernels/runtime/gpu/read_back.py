@@ -1,4 +1,4 @@
-"""Read-back from the device: results are copied to pinned memory, and the host waits when it needs them."""
+"""Reads results back from the device into pinned memory; the host waits only when it needs them."""
 
 import numpy as np
 import numpy.typing as npt

@@ -52,11 +52,11 @@ class StepInputs:
         return on_device
 
     def upload_batch(self, batch: ForwardBatch) -> ForwardBatch:
-        """Copy the batch, and what the sampler has added, to the device at once; return the batch there."""
+        """Copy the batch, and what the sampler has added, to the device in one copy; return the batch there."""
         return ForwardBatch(**self.upload(batch_tensors(batch)), num_decode_rows=batch.num_decode_rows)
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Return what was added, [...] on the device; upload it now if no model ran since."""
+        """Return what was added, shapes [...] and dtypes unchanged, on the device; upload it if no model ran since."""
         arrived, added = self._arrived, self._added
         self._added, self._arrived = {}, None
         if arrived is None:

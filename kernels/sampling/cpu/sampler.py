@@ -2,7 +2,7 @@
 
 Determinism: a row's token is a function of its logits, its sampling parameters, its own history and (seed,
 position). Neither the number nor the order of other rows matters; the tests compare bit for bit.
-Whether the *logits* depend on the batch is the model's business.
+Whether the *logits* depend on the batch is up to the model.
 """
 
 from collections.abc import Sequence
@@ -41,19 +41,19 @@ class Sampler:
         self._grammar_slots.release(slots)
 
     def warmup(self, logits: torch.Tensor) -> None:
-        """Touch what filters and log-probabilities need, with logits [1, vocab_size]."""
+        """Touch what filters and log-probabilities need, with float32 logits [1, vocab_size]."""
         sampling = SamplingParams(seed=0, top_p=0.9, num_logprobs=1)
         self.sample(logits, [ScheduledRow("warmup", 0, (0,), 0, (0,), sampling, 0)])
 
     def prepare(self, rows: Sequence[ScheduledRow]) -> None:
-        """Nothing to upload."""
+        """Do nothing: there is nothing to upload."""
 
     def start(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> FinishedSample:
-        """`sample` for logits [num_rows, vocab_size], in the form shared with samplers on a device."""
+        """Sample from float32 logits [num_rows, vocab_size], in the form shared with samplers on a device."""
         return FinishedSample(self.sample(logits, rows))
 
     def sample(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> list[RowResult]:
-        """One result per row of `logits` [num_rows, vocab_size] float32 on the CPU, which stays unchanged."""
+        """Return one result per row of `logits` [num_rows, vocab_size] float32 on the CPU, which stays unchanged."""
         if not rows:
             return []
         values = logits.numpy()
@@ -128,7 +128,7 @@ class Sampler:
         chosen: Sequence[ScheduledRow],
         token_ids: npt.NDArray[np.int64],
     ) -> dict[int, TokenLogprobs]:
-        """Log-probabilities of the rows that asked, by index into the group."""
+        """Return log-probabilities of the rows that asked for them, by index into the group."""
         wanted = [
             (i, count) for i, row in enumerate(chosen) if (count := row.params.num_logprobs) is not None
         ]
@@ -143,7 +143,7 @@ class Sampler:
 
 
 def _is_plain_greedy(row: ScheduledRow) -> bool:
-    """Whether the row's token is the argmax of the raw logits."""
+    """Return whether the row's token is the argmax of the raw logits."""
     params = row.params
     return (
         params.temperature < GREEDY_BELOW
@@ -157,9 +157,11 @@ def _is_plain_greedy(row: ScheduledRow) -> bool:
 def _choose(
     logits: torch.Tensor, rows: Sequence[ScheduledRow], slots: Sequence[Slot], rules: Sequence[Rule]
 ) -> tuple[npt.NDArray[np.int64], list[str | None]]:
-    """A token and an error, if any, for each row; `logits` is overwritten."""
+    """Return a token and an error, if any, for each row; `logits` is overwritten."""
     values = logits.numpy()
-    usable = [i for i, rule in enumerate(rules) if rule.error is None]  # the others' ids may not be in range
+    usable = [
+        i for i, rule in enumerate(rules) if rule.error is None
+    ]  # The ids of the other rows may be out of range.
     adjust(values, [(i, slots[i]) for i in usable], [rules[i].bans for i in usable])
     for i, rule in enumerate(rules):
         if rule.allowed is not None:
@@ -191,7 +193,7 @@ def _draw_params(rows: Sequence[ScheduledRow]) -> DrawParams:
 def _token_logprobs(
     logits: torch.Tensor, best: npt.NDArray[np.float64], token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """One entry per row of `logits` [num_rows, vocab_size] float32, which is overwritten."""
+    """Return one entry per row of `logits` [num_rows, vocab_size] float32, which is overwritten."""
     logits.sub_(torch.from_numpy(best.astype(np.float32)).unsqueeze(1))
     top = logits.topk(min(max(NUM_TOP, *num_top), logits.shape[1]), dim=1)
     top_values, top_ids = top.values.numpy().astype(np.float64), top.indices.numpy()

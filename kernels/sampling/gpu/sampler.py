@@ -1,4 +1,4 @@
-"""The sampler of a model on the GPU. Same rules as on the CPU, but logits and tokens stay on the device."""
+"""The sampler of a model on the GPU. Its rules are those of the CPU, but logits and tokens stay on the device."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -49,7 +49,7 @@ class GpuSampler:
         self._grammar_slots.release(slots)
 
     def warmup(self, logits: torch.Tensor) -> None:
-        """Compile every kernel variant with logits [1, vocab_size]: a missing one would delay a step by seconds."""
+        """Compile all kernel variants, with float32 logits [1, vocab_size]; a missing one delays a step by seconds."""
         zero = torch.zeros(1, dtype=torch.int32, device=logits.device)
         anything = Allowed(zero, torch.full((1, -(-self._vocab_size // 32)), -1, device=logits.device).int())
         biased = replace(_PLAIN, logit_bias=((0, 1.0),))
@@ -77,7 +77,7 @@ class GpuSampler:
         """Start choosing a token for each row of `logits` [num_rows, vocab_size] float32, which stay unchanged.
 
         The rows are those of the last `prepare`, with their tokens where there is a grammar. Does not wait for the
-        device. Masks are made here, while it computes the logits, and are uploaded separately.
+        device. Masks are made here, while the device computes the logits, and are uploaded separately.
         """
         assert len(self._prepared) == len(rows), f"{len(rows)} rows, {len(self._prepared)} were prepared"
         allowed = None
@@ -92,19 +92,19 @@ class GpuSampler:
         if prepared:
             sampled = sample(logits, sampling_inputs(on_device, self._inputs.ring, self._counts, allowed))
             packed = pack(logits, sampled, prepared, on_device.get("wanted"))
-        else:  # nothing to read, but the step is done when the device reaches this point
+        else:  # There is nothing to read, but the step is done when the device reaches this point.
             packed = torch.empty(0, dtype=torch.int32, device=self._inputs.device)
         return SamplingResults(self._results.fetch(packed), prepared, errors, self._vocab_size)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[ScheduledRow]) -> list[RowResult]:
-        """`prepare` and `start` for logits [num_rows, vocab_size], then wait for the device."""
+        """Prepare and start sampling from float32 logits [num_rows, vocab_size], then wait for the device."""
         self.prepare(rows)
         return self.start(logits, rows).wait()
 
     def _masks(
         self, rows: Sequence[ScheduledRow], errors: list[str | None]
     ) -> dict[int, npt.NDArray[np.int32]]:
-        """Masks by index of the rows with a grammar; writes the reason into `errors` if there is none."""
+        """Return masks by index of the rows with a grammar; write the reason into `errors` for a row without one."""
         masks = {}
         for idx, row in enumerate(rows):
             if row.params.grammar is None:
@@ -129,7 +129,7 @@ class GpuSampler:
 def _without(
     words: npt.NDArray[np.int32], token_ids: Iterable[int], vocab_size: int
 ) -> npt.NDArray[np.int32]:
-    """The mask without these tokens; ids outside the vocabulary are ignored."""
+    """Return the mask without these tokens; ids outside the vocabulary are ignored."""
     cleared = words.copy()
     bits = cleared.view(np.uint32)
     for token_id in token_ids:

@@ -14,7 +14,7 @@ from scheduler.plan import RowResult, ScheduledRow, TokenLogprobs
 
 
 def wanting_logprobs(rows: Sequence[ScheduledRow]) -> list[int]:
-    """Indices of the rows that asked for log-probabilities."""
+    """Return the indices of the rows that asked for log-probabilities."""
     return [idx for idx, row in enumerate(rows) if row.params.num_logprobs is not None]
 
 
@@ -25,7 +25,10 @@ def _num_top(rows: Sequence[ScheduledRow], vocab_size: int) -> int:
 def pack(
     logits: torch.Tensor, sampled: Sampled, rows: Sequence[ScheduledRow], wanted: torch.Tensor | None
 ) -> torch.Tensor:
-    """All that the host reads back, as int32 on the device; `wanted` [n] int64 are the rows with log-probabilities."""
+    """Return all that the host reads back, as one int32 tensor [num_values] on the device.
+
+    logits are [num_rows, vocab_size] float32, `wanted` [n] int64 the rows with log-probabilities.
+    """
     packed = sampled.packed.flatten()
     if wanted is None:
         return packed
@@ -39,7 +42,7 @@ def pack(
 
 
 class SamplingResults:
-    """Results that are being copied to the host; an InFlightSample."""
+    """An InFlightSample whose results are being copied to the host."""
 
     def __init__(
         self, fetched: Fetched, rows: Sequence[ScheduledRow], errors: Sequence[str | None], vocab_size: int

@@ -61,7 +61,7 @@ def check_attention(device: torch.device, case: AttentionCase) -> None:
 def make_batch(
     rows: Sequence[tuple[int, int]], block_size: int, num_decode_rows: int, random: torch.Generator
 ) -> tuple[ForwardBatch, list[tuple[int, int]]]:
-    """A batch on the host, and (block, number of tokens in it) of every block that a row has."""
+    """Return a batch on the host, and (block, number of tokens in it) for every block that a row has."""
     widths = [-(-context // block_size) for _, context in rows]
     order = torch.randperm(sum(widths) + 2, generator=random).tolist()
     tables = torch.zeros((len(rows), max(widths) + 1), dtype=torch.int32)
