@@ -22,7 +22,7 @@ class PendingStep(Protocol):
         ...
 
     def wait(self) -> StepResult:
-        """Return the result; call in the order of `begin`. Raises what the step raised, which is a bug in the runner."""
+        """Return the result; call in the order of `begin`. Raises what the step raised, a bug in the runner."""
         ...
 
 
