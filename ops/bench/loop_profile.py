@@ -77,7 +77,7 @@ def attach(meter: Meter, worker: Worker) -> None:
     engine = parts.engine
     engine.scheduler.schedule = meter.timed("schedule", engine.scheduler.schedule)  # type: ignore[method-assign]
     engine.scheduler.update = meter.timed("update", engine.scheduler.update)  # type: ignore[method-assign]
-    parts.flow.progress.take = meter.timed("deliver", parts.flow.progress.take)  # type: ignore[method-assign]
+    parts.flow.output.take = meter.timed("deliver", parts.flow.output.take)  # type: ignore[method-assign]
     parts.observer.step = _both(parts.observer.step, meter.on_step)  # type: ignore[method-assign]
 
 
@@ -93,7 +93,7 @@ async def profile(num_streams: int, num_tokens: int) -> dict[str, Any]:
     meter = Meter(num_streams)
     async with local_service(load_settings()) as (settings, worker), Client(settings) as client:
         attach(meter, worker)
-        jobs = [
+        jobs: list[dict[str, Any]] = [
             {
                 "id": f"profile-{time.time_ns()}-{number}",
                 "prompt": f"Chapter {number}. The river",
