@@ -39,34 +39,33 @@ async def stopped_before(
         yield proxy, reached
 
 
-async def killed_before(service: ServiceUnderTest, marker: bytes, jobs: list[dict[str, object]]) -> None:
-    """A worker of its own is killed when it is about to write `marker` to Redis."""
+@asynccontextmanager
+async def killed_at(service: ServiceUnderTest, marker: bytes, **overrides: str) -> AsyncIterator[None]:
+    """A worker runs during the block; after it the worker is killed when it is about to write `marker` to Redis."""
     async with stopped_before(service.redis_server, marker) as (proxy, reached):
-        first = service.spawn(worker_id="first", redis_url=proxy.url)
+        first = service.spawn(worker_id="first", redis_url=proxy.url, **overrides)
         try:
-            await service.publish(jobs)
+            yield
             async with asyncio.timeout(30):
                 await reached.wait()
         finally:
             first.kill()
             reap(first)
     await service.forget_members()
+
+
+async def killed_before(service: ServiceUnderTest, marker: bytes, jobs: list[dict[str, object]]) -> None:
+    """A worker of its own is killed when it is about to write `marker` to Redis."""
+    async with killed_at(service, marker):
+        await service.publish(jobs)
 
 
 async def killed_while_cancelling(service: ServiceUnderTest, *, max_tokens: int) -> None:
     """A worker is killed between the result and the end of a job that was cancelled; the request is forgotten."""
-    async with stopped_before(service.redis_server, END) as (proxy, reached):
-        first = service.spawn(worker_id="first", redis_url=proxy.url, deterministic_step_ms="5")
-        try:
-            await service.publish([{"id": "stopped", "prompt": "x", "max_tokens": max_tokens}])
-            await service.wait_for_tokens("stopped", 5)
-            await ask_to_cancel(service, "stopped")
-            async with asyncio.timeout(30):
-                await reached.wait()
-        finally:
-            first.kill()
-            reap(first)
-    await service.forget_members()
+    async with killed_at(service, END, deterministic_step_ms="5"):
+        await service.publish([{"id": "stopped", "prompt": "x", "max_tokens": max_tokens}])
+        await service.wait_for_tokens("stopped", 5)
+        await ask_to_cancel(service, "stopped")
     with contextlib.closing(service.redis_server.client()) as client:
         client.delete("tailrace:{stopped}:cancel")
 

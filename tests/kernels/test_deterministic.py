@@ -28,6 +28,7 @@ def make_runner(**options: object) -> DeterministicRunner:
     return DeterministicRunner(replace(DeterministicOptions(num_blocks=256, block_size=4), **options))  # type: ignore[arg-type]
 
 
+@pytest.mark.process
 def test_is_a_runner_that_needs_no_torch() -> None:
     code = "import sys, kernels.deterministic, kernels.runner, kernels.weights.source; sys.exit('torch' in sys.modules)"
 

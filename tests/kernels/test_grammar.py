@@ -286,6 +286,7 @@ def test_only_the_grammar_asks_for_the_history() -> None:
     assert not replace(plain, grammar=regex("a")).has_penalties
 
 
+@pytest.mark.process
 def test_needs_no_torch() -> None:
     code = "import sys, kernels.grammar; sys.exit('torch' in sys.modules)"
 

@@ -53,6 +53,7 @@ def test_alerts_and_dashboard_use_metrics_that_exist() -> None:
         assert _used(expression) <= _metric_names(), expression
 
 
+@pytest.mark.process
 def test_readme_lists_the_settings_of_the_code() -> None:
     code = "import runpy, sys; print(runpy.run_path(sys.argv[1])['table'](), end='')"
     made = subprocess.run(
@@ -64,6 +65,7 @@ def test_readme_lists_the_settings_of_the_code() -> None:
     assert made.stdout in (ROOT / "README.md").read_text(), "run ops/settings-table"
 
 
+@pytest.mark.process
 def test_settings_table_takes_no_arguments() -> None:
     before = (ROOT / "README.md").stat().st_mtime_ns
     ended = subprocess.run(
@@ -77,6 +79,7 @@ def test_virtual_environment_is_ignored_as_folder_and_as_link() -> None:
     assert ".venv" in (ROOT / ".gitignore").read_text().splitlines()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["ops/setup", "ops/demo", "ops/test", ".ci/run"])
 def test_scripts_are_executable_and_parse(name: str) -> None:
     assert (ROOT / name).stat().st_mode & 0o111 == 0o111

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, processors
 from service.text import ModelTokenizer, load_tokenizer
 from tests.kernels.needs import real_model
 from tests.service.text import tiny
+from tests.service.text.test_gguf_tokenizer import metadata_of, write_gguf
 from tests.service.text.test_sentencepiece import write_vocabulary
-from tests.service.text.test_tokenizer import metadata_of, write_gguf
 
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -13,6 +14,9 @@ from tokenizers import (
     processors,
     trainers,
 )
+
+ROUND_TRIPS = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=30)
+"""Any text that UTF-8 can encode."""
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",
