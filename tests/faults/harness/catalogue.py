@@ -34,6 +34,24 @@ def _victim(bed: Testbed, draw: random.Random) -> str:
     return draw.choice(sorted(name for name, worker in bed.workers.items() if worker.exit_code is None))
 
 
+@_fault(
+    "jobs longer than the poll interval",
+    control="polling while full",
+    workers=1,
+    control_limit_s=90,
+    settings={
+        "max_poll_interval_s": "10",
+        "max_num_seqs": "4",
+        "max_waiting": "16",
+        "deterministic_step_ms": "60",
+    },
+)
+async def _long_jobs(bed: Testbed, draw: random.Random) -> None:
+    """The worker has no room for most of the jobs for longer than the interval."""
+    del draw
+    bed.undisturbed = True
+
+
 @_fault("worker killed", control="commit after completion")
 async def _kill(bed: Testbed, draw: random.Random) -> None:
     bed.workers[_victim(bed, draw)].kill()
@@ -228,24 +246,6 @@ async def _poison(bed: Testbed, draw: random.Random) -> None:
     for index, value in enumerate(draw.sample(POISON, len(POISON))):
         key = f"poison-{index}"
         await bed.publish_records([(key, {}, value and value.replace(b'"x"', f'"{key}"'.encode(), 1))])
-
-
-@_fault(
-    "jobs longer than the poll interval",
-    control="polling while full",
-    workers=1,
-    control_limit_s=90,
-    settings={
-        "max_poll_interval_s": "10",
-        "max_num_seqs": "4",
-        "max_waiting": "16",
-        "deterministic_step_ms": "60",
-    },
-)
-async def _long_jobs(bed: Testbed, draw: random.Random) -> None:
-    """The worker has no room for most of the jobs for longer than the interval."""
-    del draw
-    bed.undisturbed = True
 
 
 @_fault("a worker's clock is three hours off", control="shared clock")

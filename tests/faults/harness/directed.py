@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from tests.faults.harness.invariants import Texts, Violation
 from tests.faults.harness.points import Armed
 from tests.faults.harness.runs import Outcome, finish
-from tests.faults.harness.testbed import Testbed, testbed
+from tests.faults.harness.testbed import Testbed, running_testbed
 from tests.support.kafka import KafkaBroker
 from tests.support.redis import RedisServer
 
@@ -29,8 +29,10 @@ TAKE_OVER_LIMIT_S = 4.0
 DEADLINE_S = 1.5
 END_LIMIT_S = 30.0
 
-MEMBERSHIP = ("before partitions are assigned", "after partitions are assigned", "before offsets are restored",
-              "after offsets are restored")  # fmt: skip
+MEMBERSHIP = (
+    "before partitions are assigned", "after partitions are assigned", "before offsets are restored",
+    "after offsets are restored",
+)  # fmt: skip
 """Reached while the worker joins, before there is a job."""
 
 INTAKE = ("before intake", "before the stream is opened", "after the stream is opened")
@@ -52,26 +54,32 @@ class Way:
     """A first worker dies when it has decided the outcome."""
 
 
+RUNNING = (
+    "after the prompt is encoded", "before the requests are added", "before a write to Redis", "after a write to Redis",
+    "before the job ends",
+)  # fmt: skip
+REFUSING = ("before a record is refused", "before the dead letter is sent", "after the dead letter is sent")
+
 WAYS: dict[str, Way] = {
-    "completes": Way(
-        (
-            *MEMBERSHIP, *INTAKE, "after the prompt is encoded", "before the requests are added", "before a write to Redis",
-            "after a write to Redis", "before the job ends", *ENDING,
-        ),  # fmt: skip
-        {"max_tokens": 12},
-    ),
-    "is cancelled": Way(("before the job ends", *ENDING), {"max_tokens": 2000}, cancelled=True),
-    "is refused": Way(
-        (
-            *INTAKE[:1], "before a record is refused", "before the dead letter is sent", "after the dead letter is sent",
-            *INTAKE[1:], *ENDING,
-        ),  # fmt: skip
-        {"temprature": 1},
-    ),
+    "completes": Way((*MEMBERSHIP, *INTAKE, *RUNNING, *ENDING), {"max_tokens": 12}),
+    "is cancelled": Way((*RUNNING[-1:], *ENDING), {"max_tokens": 2000}, cancelled=True),
+    "is refused": Way((*INTAKE, *REFUSING, *ENDING), {"temprature": 1}),
     "was decided before": Way(
         (*INTAKE, "before a decided result is repeated", *ENDING[2:]), {"max_tokens": 12}, taken_over=True
     ),
 }
+
+CONTROLS: dict[str, tuple[str, str, str]] = {
+    "decided outcome": ("completes", "before the stream ends", "kill"),
+    "resume": ("completes", "before the job ends", "kill"),
+    "fence": ("completes", "before the outcome is decided", "fence"),
+    "suppressed redeliveries": ("completes", "after the stream ends", "kill"),
+    "keys written again": ("completes", "before the outcome is decided", "Redis forgets"),
+    "reconnecting to Redis": ("completes", "before the outcome is decided", "disconnect"),
+    "cancellation before opening": ("is cancelled", "before the outcome is decided", "kill"),
+    "refusal of unreadable records": ("is refused", "before the offsets are committed", "kill"),
+}
+"""For each mechanism a scene (way, point, event) that breaks a guarantee without it."""
 
 Event = Callable[[Testbed], Awaitable[None]]
 
@@ -149,7 +157,6 @@ def all_scenes() -> list[Scene]:
 
 async def play(
     scene: Scene,
-    seed: int,
     folder: Path,
     servers: tuple[KafkaBroker, RedisServer],
     texts: Texts,
@@ -162,16 +169,20 @@ async def play(
     body = {"id": TARGET, "prompt": "why?", "ignore_eos": True, "return_token_ids": True} | way.body
     if scene.event == "deadline":
         body["deadline"] = DEADLINE_S
-    async with testbed(folder, *servers, partitions=1, without=without, session_timeout_s="10") as bed:
+    async with running_testbed(
+        folder, *servers, partitions=1, without=without, session_timeout_s="10"
+    ) as bed:
+        if way.cancelled and scene.event != "Redis forgets":  # which may forget the request, too
+            bed.expected_status[TARGET] = "cancelled"
         if way.taken_over:
             await _decided_by_another(bed, body)
         reached = await _hold(bed, scene, way, body)
         if not reached:
             violation = Violation("the search itself", f"{scene.name}: the point was not reached")
-            return Outcome(scene.name, seed, (violation,), 0, 0, (), time.monotonic() - started_s)
+            return Outcome(scene.name, 0, (violation,), 0, 0, (), time.monotonic() - started_s)
         await EVENTS[scene.event](bed)
         bed.points.go()
-        return await finish(bed, scene.name, seed, texts, started_s, end_limit_s=END_LIMIT_S)
+        return await finish(bed, scene.name, 0, texts, started_s, end_limit_s=END_LIMIT_S)
 
 
 async def _decided_by_another(bed: Testbed, body: dict[str, Any]) -> None:
@@ -180,26 +191,26 @@ async def _decided_by_another(bed: Testbed, body: dict[str, Any]) -> None:
     await _publish(bed, body)
     assert await bed.points.reached(REACH_LIMIT_S)
     first.kill()
-    await bed.points.stop()
-    await bed.points.start()
+    bed.points.hold()
     await bed.forget_members()
 
 
 async def _hold(bed: Testbed, scene: Scene, way: Way, body: dict[str, Any]) -> bool:
     """Starts the worker that is held and the one that stands by; returns whether the point was reached."""
     anywhere = scene.point in MEMBERSHIP or "offsets" in scene.point
-    bed.start_worker(HELD, armed=[Armed(scene.point, "" if anywhere else TARGET)])
-    if scene.point in MEMBERSHIP:
+    # The first commit of a partition that has none is made as it is assigned.
+    nth = 2 if "offsets are committed" in scene.point and not way.taken_over else 1
+    bed.start_worker(HELD, armed=[Armed(scene.point, "" if anywhere else TARGET, nth)])
+    if scene.point in MEMBERSHIP or way.taken_over:
         reached = await bed.points.reached(REACH_LIMIT_S)
         bed.start_worker(HEIR)
-        await _publish(bed, body)
+        if not way.taken_over:
+            await _publish(bed, body)
         return reached
-    if not way.taken_over:
-        await bed.joined(HELD)
+    await bed.joined(HELD)
     bed.start_worker(HEIR)
-    if not way.taken_over:
-        await bed.joined(HELD, HEIR)
-        await _publish(bed, body)
+    await bed.joined(HELD, HEIR)
+    await _publish(bed, body)
     if way.cancelled:
         await bed.auditor.wait_for_events(TARGET, "delta", 3, REACH_LIMIT_S)
         await bed.cancel(TARGET)
@@ -208,5 +219,7 @@ async def _hold(bed: Testbed, scene: Scene, way: Way, body: dict[str, Any]) -> b
 
 async def _publish(bed: Testbed, body: dict[str, Any]) -> None:
     """The target among neighbours that must come to no harm."""
-    neighbours = [{"id": f"neighbour-{i}", "prompt": f"{i}", "max_tokens": 8, "ignore_eos": True} for i in range(3)]
+    neighbours = [
+        {"id": f"neighbour-{i}", "prompt": f"{i}", "max_tokens": 8, "ignore_eos": True} for i in range(3)
+    ]
     await bed.publish([neighbours[0], body, *neighbours[1:]], partition=0)

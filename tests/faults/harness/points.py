@@ -73,7 +73,9 @@ def _wrapped(function: Callable[..., Any], armed: Armed, point: Point, socket: s
     @functools.wraps(function)
     async def stops(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
-        mentioned = not armed.mention or any(armed.mention in _text(each) for each in (*args, *kwargs.values()))
+        mentioned = not armed.mention or any(
+            armed.mention in _text(each) for each in (*args, *kwargs.values())
+        )
         calls += mentioned
         here = mentioned and calls == armed.nth
         if here and point.when == "before":
@@ -117,6 +119,7 @@ class PointServer:
         self._server: asyncio.Server | None = None
         self._reached = asyncio.Event()
         self._writers: list[asyncio.StreamWriter] = []
+        self._open = False
 
     async def start(self) -> None:
         self._server = await asyncio.start_unix_server(self._serve, self.socket)
@@ -130,10 +133,18 @@ class PointServer:
         return True
 
     def go(self) -> None:
+        """Lets the worker go on; whoever comes to a point from now on passes."""
+        self._open = True
         for writer in self._writers:
             writer.write(b"go\n")
             writer.close()
         self._writers.clear()
+
+    def hold(self) -> None:
+        """Holds the next worker that comes to a point."""
+        self._open = False
+        self._writers.clear()
+        self._reached.clear()
 
     async def stop(self) -> None:
         self.go()
@@ -145,3 +156,5 @@ class PointServer:
         await reader.readline()
         self._writers.append(writer)
         self._reached.set()
+        if self._open:
+            self.go()

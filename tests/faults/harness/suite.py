@@ -1,14 +1,17 @@
 """Runs many faults with many seeds, several at a time, on servers that they share or have for themselves."""
 
 import asyncio
+import random
 import shutil
 import tempfile
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.faults.harness.catalogue import FAULTS
+from tests.faults.harness.directed import CONTROLS, Scene, all_scenes, play
 from tests.faults.harness.invariants import Texts, Violation
 from tests.faults.harness.runs import Fault, Outcome, expected_texts, run_once
 from tests.support.kafka import KafkaBroker
@@ -19,9 +22,47 @@ Servers = tuple[KafkaBroker, RedisServer]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    fault: Fault
+    """One run of a fault or of a scene."""
+
+    name: str
     seed: int
-    without: Sequence[str] = ()
+    perform: Callable[[Path, Servers, Texts], Awaitable[Outcome]]
+    own_servers: bool = False
+    without: str = ""
+    """The mechanism that is switched off; the run should then find a violation."""
+
+
+def fault_task(fault: Fault, seed: int, *, control: bool = False) -> Task:
+    async def perform(folder: Path, servers: Servers, texts: Texts) -> Outcome:
+        if not control:
+            return await run_once(fault, seed, folder, servers, texts)
+        limit_s = fault.control_limit_s
+        return await run_once(
+            fault, seed, folder, servers, texts, without=[fault.control], end_limit_s=limit_s
+        )
+
+    return Task(fault.name, seed, perform, fault.own_servers, fault.control if control else "")
+
+
+def scene_task(scene: Scene, *, without: str = "") -> Task:
+    async def perform(folder: Path, servers: Servers, texts: Texts) -> Outcome:
+        return await play(scene, folder, servers, texts, without=[without] if without else [])
+
+    return Task(scene.name, 0, perform, without=without)
+
+
+QUICK_SCENES = 24
+QUICK_CONTROLS = ("fence", "decided outcome")
+
+
+def quick_tasks(seed: int) -> list[Task]:
+    """Each fault once, a part of the directed search that the seed chooses, and proof that the judge can say no."""
+    scenes = random.Random(seed).sample(all_scenes(), QUICK_SCENES)
+    return [
+        *(fault_task(fault, seed) for fault in FAULTS.values()),
+        *(scene_task(scene) for scene in scenes),
+        *(scene_task(Scene(*CONTROLS[name]), without=name) for name in QUICK_CONTROLS),
+    ]
 
 
 class ServerPool:
@@ -104,26 +145,15 @@ class Suite:
     async def _one(self, task: Task) -> Outcome:
         self._num_runs += 1
         folder = self._folder / f"run-{self._num_runs}"
-        options = {"end_limit_s": task.fault.control_limit_s} if task.without else {}
         try:
-            if task.fault.own_servers:
+            if task.own_servers:
                 async with self._pool.private() as servers:
-                    outcome = await run_once(
-                        task.fault, task.seed, folder, servers, self._texts, without=task.without, **options
-                    )
+                    outcome = await task.perform(folder, servers, self._texts)
             else:
-                outcome = await run_once(
-                    task.fault,
-                    task.seed,
-                    folder,
-                    await self._pool.shared(),
-                    self._texts,
-                    without=task.without,
-                    **options,
-                )
+                outcome = await task.perform(folder, await self._pool.shared(), self._texts)
         except Exception:
             broken = Violation("the run itself", traceback.format_exc(limit=-4))
-            outcome = Outcome(task.fault.name, task.seed, (broken,), 0, 0, (), 0.0)
+            outcome = Outcome(task.name, task.seed, (broken,), 0, 0, (), 0.0)
         self._keep_some(folder, task, outcome)
         shutil.rmtree(folder, ignore_errors=True)
         return outcome
@@ -131,6 +161,6 @@ class Suite:
     def _keep_some(self, folder: Path, task: Task, outcome: Outcome) -> None:
         as_it_should = bool(outcome.violations) == bool(task.without)
         if self._keep is not None and not as_it_should and folder.exists():
-            kept = self._keep / f"{task.fault.name}-{task.seed}{'-control' if task.without else ''}"
+            kept = self._keep / f"{task.name}, seed {task.seed}{', control' if task.without else ''}"
             shutil.copytree(folder, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns("points"))
             (kept / "violations.txt").write_text("\n".join(map(str, outcome.violations)))

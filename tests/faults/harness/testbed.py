@@ -2,6 +2,7 @@
 that can be cut, and an auditor that watches."""
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -12,8 +13,8 @@ from typing import Any
 
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import KafkaConnectionError, KafkaError
 from aiokafka.protocol.group import LeaveGroupRequest
-from aiokafka.errors import KafkaConnectionError
 from redis.asyncio import Redis
 
 from tests.faults.harness.auditor import Auditor
@@ -36,7 +37,7 @@ Describe = Callable[[], Awaitable[tuple[str, dict[str, str]]]]
 
 @dataclass
 class Testbed:
-    """Made by `testbed`."""
+    """Made by `running_testbed`."""
 
     __test__ = False
 
@@ -135,11 +136,13 @@ class Testbed:
 
     async def joined(self, *workers: str) -> None:
         """Waits until the group consists of these workers and has shared out the partitions."""
-        async with asyncio.timeout(JOIN_LIMIT_S), self._group() as (_, describe):
+        async with asyncio.timeout(JOIN_LIMIT_S):
             while True:
-                state, members = await describe()
-                if state == "Stable" and sorted(members.values()) == sorted(workers):
-                    return
+                with contextlib.suppress(KafkaError):  # a broker that just started has no coordinator yet
+                    async with self._group() as (_, describe):
+                        state, members = await describe()
+                    if state == "Stable" and sorted(members.values()) == sorted(workers):
+                        return
                 await asyncio.sleep(RETRY_S)
 
     async def forget_members(self, *workers: str) -> None:
@@ -179,7 +182,7 @@ class Testbed:
 
 
 @asynccontextmanager
-async def testbed(
+async def running_testbed(
     folder: Path,
     kafka: KafkaBroker,
     redis_server: RedisServer,
@@ -189,7 +192,7 @@ async def testbed(
     **settings: str,
 ) -> AsyncIterator[Testbed]:
     """Fresh topics, group and namespace. Ends what it started, whatever happens."""
-    folder.mkdir(parents=True, exist_ok=True)
+    await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
     namespace = kafka.unique("bed")
     environ = {
         "TAILRACE_KAFKA_BOOTSTRAP": kafka.bootstrap,
@@ -214,9 +217,7 @@ async def testbed(
         await points.start()
         stack.push_async_callback(points.stop)
         auditor = Auditor(kafka.bootstrap, redis_server.url, environ)
-        bed = Testbed(
-            folder, kafka, redis_server, redis_link, environ, ledger, auditor, points, without
-        )
+        bed = Testbed(folder, kafka, redis_server, redis_link, environ, ledger, auditor, points, without)
         stack.callback(lambda: [worker.kill() for worker in bed.workers.values()])
         await auditor.start()
         stack.push_async_callback(auditor.stop)

@@ -25,15 +25,19 @@ def _mechanism(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 @_mechanism("fence")
 def _no_fence() -> None:
     """An older attempt takes the stream back from a newer one."""
-    _change_append("if held_epoch > epoch or (held_epoch == epoch and held[2] ~= ARGV[2]) then\n  return 0\nend", (
-        "if held_epoch > epoch then\n  held_epoch = -1\nend"
-    ))
+    _change_append(
+        "if held_epoch > epoch or (held_epoch == epoch and held[2] ~= ARGV[2]) then\n  return 0\nend",
+        ("if held_epoch > epoch then\n  held_epoch = -1\nend"),
+    )
 
 
 @_mechanism("keys written again")
 def _gives_up_a_forgotten_job() -> None:
     """A job whose keys are gone counts as another worker's."""
-    _change_append("local epoch = tonumber(ARGV[1])", "local epoch = tonumber(ARGV[1])\nif not held[1] then\n  return 0\nend")
+    _change_append(
+        "local epoch = tonumber(ARGV[1])",
+        "local epoch = tonumber(ARGV[1])\nif not held[1] then\n  return 0\nend",
+    )
     from service.worker.job_flow import JobFlow
 
     JobFlow._retry = lambda self, run: None  # type: ignore[method-assign]
@@ -61,9 +65,7 @@ def _no_resume() -> None:
     """A job taken over begins again, although its tokens are in the log."""
     from service.stream.assemble import ResumedChoice
 
-    _change_opened(
-        lambda opened: replace(opened, resumed=tuple(ResumedChoice() for _ in opened.resumed))
-    )
+    _change_opened(lambda opened: replace(opened, resumed=tuple(ResumedChoice() for _ in opened.resumed)))
 
 
 @_mechanism("attempts without progress")
@@ -93,7 +95,7 @@ def _commits_what_is_fetched() -> None:
 
 @_mechanism("commit map")
 def _no_commit_map() -> None:
-    """Completed records beyond the first incomplete one are delivered again; they are suppressed by their keys alone."""
+    """Completed records beyond the first incomplete one are delivered again: only their keys tell that they ended."""
     from service.ingest import commits
 
     commits.decode_completed = lambda *_: None
@@ -208,7 +210,7 @@ def _forgets_early_cancellations() -> None:
     JobTable.was_cancelled = lambda self, job_id: False  # type: ignore[method-assign]
 
 
-@_mechanism("suppressed duplicates")
+@_mechanism("suppressed redeliveries")
 def _answers_twice() -> None:
     """A record that has ended is run again when it is delivered again."""
     from service.stream import keys, publisher, server_check
@@ -225,3 +227,16 @@ def _own_clock() -> None:
     from service.worker.namespace import SharedClock
 
     SharedClock.set = lambda self, server_s, round_trip_s: None  # type: ignore[method-assign]
+
+
+@_mechanism("suppressed duplicates")
+def _runs_copies() -> None:
+    """A copy of a record that has ended is run like another job."""
+    from service.stream import keys, publisher, server_check
+
+    source = keys.OPEN.source.decode()
+    changed = source.replace(
+        "if (not same_record and (held[5] or elsewhere))", "if (not same_record and held[4])"
+    )
+    assert changed != source
+    publisher.OPEN = server_check.OPEN = keys.Script.of(changed)

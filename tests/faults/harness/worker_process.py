@@ -15,7 +15,9 @@ from tests.faults.harness.without import switch_off
 END_LIMIT_S = 20.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["service.cli.serve", "service.worker.worker", "tests.faults.harness.without"])
+_context.set_forkserver_preload(
+    ["service.cli.serve", "service.worker.worker", "tests.faults.harness.without"]
+)
 
 
 class WorkerProcess:
@@ -62,7 +64,9 @@ class WorkerProcess:
         return code
 
 
-def _serve(environ: dict[str, str], log: str, without: Sequence[str], armed: Sequence[Armed], socket: str) -> None:
+def _serve(
+    environ: dict[str, str], log: str, without: Sequence[str], armed: Sequence[Armed], socket: str
+) -> None:
     """Runs in the new process; the names of all TAILRACE_ variables come from `environ` alone."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
