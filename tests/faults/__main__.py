@@ -55,6 +55,7 @@ def _tasks(arguments: argparse.Namespace) -> list[Task]:
             fault_task(each, seed, control=True)
             for seed in range(first, first + arguments.control_runs)
             for each in FAULTS.values()
+            if each.control
         ]
         tasks += [scene_task(scene) for scene in all_scenes()]
         tasks += [scene_task(Scene(*scene), without=without) for without, scene in CONTROLS.items()]

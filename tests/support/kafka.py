@@ -22,8 +22,10 @@ class KafkaBroker:
     """`stop()`, `kill()` and `start()` may be called within a test (in a thread, where an event loop runs):
     port and data stay the same, so clients see a broker that restarts. Whoever stops it starts it again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, proxied: tuple[int, int] | None = None) -> None:
+        """`proxied` names a second port, and the port of a proxy to it that the broker tells its clients to use."""
         self._folder = folder
+        self.proxied = proxied
         self._process: subprocess.Popen[str] | None = None
         self._jvm_pid = 0
         self._names = itertools.count()
@@ -38,6 +40,8 @@ class KafkaBroker:
             return
         port = self.bootstrap.rpartition(":")[2] or "0"
         command = [str(START), "--data", str(self._folder / "data"), "--port", port, "--follow-parent"]
+        if self.proxied is not None:
+            command += ["--proxied", "{}:{}".format(*self.proxied)]
         log = self._folder / "kafka.log"
         with log.open("a") as stderr:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)

@@ -10,8 +10,10 @@ Direction = Literal["to_server", "to_client"]
 
 
 class Proxy:
-    def __init__(self, target_port: int) -> None:
+    def __init__(self, target_port: int, port: int = 0) -> None:
+        """Listens on `port`, or on a free one."""
         self._target_port = target_port
+        self._port = port
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -57,7 +59,7 @@ class Proxy:
                 await self._passed.wait()
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
 
     async def stop(self) -> None:
         assert self._server is not None
@@ -107,8 +109,8 @@ class Proxy:
 
 
 @asynccontextmanager
-async def running_proxy(target_port: int) -> AsyncIterator[Proxy]:
-    proxy = Proxy(target_port)
+async def running_proxy(target_port: int, port: int = 0) -> AsyncIterator[Proxy]:
+    proxy = Proxy(target_port, port)
     await proxy.start()
     try:
         yield proxy

@@ -9,15 +9,19 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
 from redis.asyncio import Redis
 
 from tests.faults.harness.jobs import job
 from tests.faults.harness.runs import Fault
-from tests.faults.harness.testbed import SESSION_TIMEOUT_S, Testbed
+from tests.faults.harness.testbed import PARTITIONS, SESSION_TIMEOUT_S, Testbed
+from tests.support.proxy import Direction
 
 FAULTS: dict[str, Fault] = {}
 Inject = Callable[[Testbed, random.Random], Awaitable[None]]
 
+KILLER = "killer"
+MOST_RESTARTS = 12
 PAUSE_S = (0.2, 1.5)
 """How long an outage lasts, unless the fault is about its length."""
 
@@ -195,6 +199,69 @@ async def _kafka_away(bed: Testbed, draw: random.Random) -> None:
     await asyncio.sleep(SESSION_TIMEOUT_S + draw.uniform(*PAUSE_S))
     await asyncio.to_thread(bed.kafka.start)
     bed.note_fault()
+
+
+@_fault("links to Kafka cut", control="reconnecting to Kafka", own_servers=True)
+async def _cut_kafka(bed: Testbed, draw: random.Random) -> None:
+    assert bed.kafka_link is not None
+    for _ in range(draw.randint(1, 5)):
+        bed.kafka_link.cut()
+        bed.note_fault()
+        await asyncio.sleep(draw.uniform(0.0, 0.3))
+
+
+@_fault("requests to Kafka lost without an error", control="resent results", own_servers=True)
+async def _kafka_one_way(bed: Testbed, draw: random.Random) -> None:
+    await _lose(bed, "to_server", draw)
+
+
+@_fault("replies of Kafka lost without an error", control="resent results", own_servers=True)
+async def _kafka_half_open(bed: Testbed, draw: random.Random) -> None:
+    await _lose(bed, "to_client", draw)
+
+
+async def _lose(bed: Testbed, direction: Direction, draw: random.Random) -> None:
+    assert bed.kafka_link is not None
+    bed.kafka_link.stall(direction)
+    await asyncio.sleep(draw.uniform(1.0, 3.0))
+    bed.kafka_link.cut()
+    bed.kafka_link.resume()
+    bed.note_fault()
+
+
+@_fault(
+    "a record that kills its worker",
+    control="attempts without progress",
+    environ={"FAULTS_DIES_AT": KILLER},
+)
+async def _killer(bed: Testbed, draw: random.Random) -> None:
+    """Workers are started again, as an orchestrator does, until the record is refused."""
+    del draw
+    bed.expected_status[KILLER] = "failed"
+    await bed.publish([job(3000) | {"id": KILLER}])
+    for round_ in range(MOST_RESTARTS):
+        while all(worker.exit_code is None for worker in bed.workers.values()):
+            if not await bed.auditor.wait_until_ended([KILLER], 0.05):
+                return
+        for name in [name for name, worker in bed.workers.items() if worker.exit_code is not None]:
+            del bed.workers[name]
+            await bed.forget_members(name)
+            bed.start_worker(f"{name}-{round_}", FAULTS_DIES_AT=KILLER)
+            bed.note_fault()
+
+
+@_fault("partitions added", control="")
+async def _partitions_added(bed: Testbed, draw: random.Random) -> None:
+    topic = bed.environ["TAILRACE_JOBS_TOPIC"]
+    admin = AIOKafkaAdminClient(bootstrap_servers=bed.kafka.bootstrap)
+    await admin.start()
+    try:
+        await admin.create_partitions({topic: NewPartitions(total_count=PARTITIONS + 3)})
+    finally:
+        await admin.close()
+    bed.note_fault()
+    for partition in range(PARTITIONS, PARTITIONS + 3):
+        await bed.publish([job(4000 + partition)], partition=partition)
 
 
 @_fault("rebalance after rebalance", control="resume")

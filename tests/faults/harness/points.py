@@ -2,6 +2,7 @@
 outside, in a worker that was told to stop there."""
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import json
@@ -9,6 +10,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from service.waiting import completes_before
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +121,8 @@ class PointServer:
         self.socket = socket
         self._server: asyncio.Server | None = None
         self._reached = asyncio.Event()
-        self._writers: list[asyncio.StreamWriter] = []
-        self._open = False
+        self._may_pass = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         self._server = await asyncio.start_unix_server(self._serve, self.socket)
@@ -134,27 +137,33 @@ class PointServer:
 
     def go(self) -> None:
         """Lets the worker go on; whoever comes to a point from now on passes."""
-        self._open = True
-        for writer in self._writers:
-            writer.write(b"go\n")
-            writer.close()
-        self._writers.clear()
+        self._may_pass.set()
 
     def hold(self) -> None:
-        """Holds the next worker that comes to a point."""
-        self._open = False
-        self._writers.clear()
+        """Holds the next worker that comes to a point; the last one is dead."""
+        self._may_pass.clear()
         self._reached.clear()
 
     async def stop(self) -> None:
-        self.go()
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readline()
-        self._writers.append(writer)
-        self._reached.set()
-        if self._open:
-            self.go()
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            await reader.readline()
+            self._reached.set()
+            if await completes_before(self._may_pass, reader.read()):
+                return  # the worker was killed
+            writer.write(b"go\n")
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()

@@ -30,6 +30,8 @@ class Fault:
     control: str = ""
     """The mechanism without which an invariant breaks."""
     settings: dict[str, str] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+    """For the worker processes themselves."""
     workers: int = 2
     control_limit_s: float = 30.0
     """How long to wait for jobs that the control may have lost."""
@@ -84,7 +86,7 @@ async def run_once(
     async with running_testbed(folder, *servers, without=without, **settings) as bed:
         names = [f"worker-{i}" for i in range(fault.workers)]
         for name in names:
-            bed.start_worker(name)
+            bed.start_worker(name, **fault.environ)
         await bed.joined(*names)
         order = draw.sample(range(NUM_JOBS), JOBS_BEFORE + JOBS_DURING + JOBS_AFTER)
         before, during = order[:JOBS_BEFORE], order[JOBS_BEFORE : JOBS_BEFORE + JOBS_DURING]

@@ -46,6 +46,8 @@ class Testbed:
     redis_server: RedisServer
     redis_link: Proxy
     """Between the workers and Redis; the auditor has its own way."""
+    kafka_link: Proxy | None
+    """Between the workers and Kafka, if it is this run's own."""
     environ: dict[str, str]
     ledger: Ledger
     auditor: Auditor
@@ -211,13 +213,19 @@ async def running_testbed(
     async with AsyncExitStack() as stack:
         redis_link = await stack.enter_async_context(running_proxy(redis_server.port))
         environ["TAILRACE_REDIS_URL"] = redis_link.url
+        kafka_link = None
+        if kafka.proxied is not None:
+            kafka_link = await stack.enter_async_context(running_proxy(*kafka.proxied))
+            environ["TAILRACE_KAFKA_BOOTSTRAP"] = f"127.0.0.1:{kafka_link.port}"
         ledger = Ledger(folder / "ledger.jsonl")
         stack.callback(ledger.close)
         points = PointServer(str(folder / "points"))
         await points.start()
         stack.push_async_callback(points.stop)
         auditor = Auditor(kafka.bootstrap, redis_server.url, environ)
-        bed = Testbed(folder, kafka, redis_server, redis_link, environ, ledger, auditor, points, without)
+        bed = Testbed(
+            folder, kafka, redis_server, redis_link, kafka_link, environ, ledger, auditor, points, without
+        )
         stack.callback(lambda: [worker.kill() for worker in bed.workers.values()])
         await auditor.start()
         stack.push_async_callback(auditor.stop)

@@ -156,6 +156,23 @@ def _drops_deltas() -> None:
     Connection.round_trip, AttemptWriter.delta = timed, kept  # type: ignore[method-assign]
 
 
+@_mechanism("reconnecting to Kafka")
+def _ends_with_its_consumer() -> None:
+    """The first time that Kafka does not answer is the last: the worker polls no more."""
+    from aiokafka.client import AIOKafkaClient
+
+    closed = AIOKafkaClient._on_connection_closed
+
+    async def no_connection(*_: Any, **__: Any) -> None:
+        return None
+
+    def give_up(self: Any, connection: Any, reason: Any) -> None:
+        closed(self, connection, reason)
+        self._get_conn = no_connection
+
+    AIOKafkaClient._on_connection_closed = give_up
+
+
 @_mechanism("resent results")
 def _gives_up_a_send() -> None:
     """A result that Kafka does not acknowledge at once is dropped, and its job counts as complete."""

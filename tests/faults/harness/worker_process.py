@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.faults.harness.points import Armed, install
 from tests.faults.harness.without import switch_off
@@ -80,6 +81,8 @@ def _serve(
 
     for mechanism in without:
         switch_off(mechanism)
+    if killer := environ.get("FAULTS_DIES_AT"):
+        _die_at(killer)
     install(armed, socket)
     serve(embedded=False)
 
@@ -90,3 +93,17 @@ def _set_clock(offset_s: float) -> None:
     now = time.time
     time.time = lambda: now() + offset_s
     SharedClock.__init__.__defaults__ = (time.time,)
+
+
+def _die_at(job_id: str) -> None:
+    """The worker dies as the requests of this job are added, like one that the step of a certain prompt kills."""
+    from service.worker.intake import Intake
+
+    add_requests = Intake._add_requests
+
+    async def dies(self: Intake, run: Any, prompt: tuple[int, ...]) -> None:
+        if run.job_id == job_id:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await add_requests(self, run, prompt)
+
+    Intake._add_requests = dies  # type: ignore[method-assign]
