@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -66,7 +67,8 @@ def run(target: Target, seeds: range) -> Report:
     report = Report(target.name)
     rng = Random()
     began_s = time.perf_counter()
-    with bounded_time(), bounded_memory(), swallowed_errors() as swallowed:
+    with bounded_time(), bounded_memory(), swallowed_errors() as swallowed, warnings.catch_warnings():
+        warnings.simplefilter("error")
         for seed in seeds:
             rng.seed(seed)
             case = target.make(rng)

@@ -121,6 +121,7 @@ def same_texts(one: list[str] | tuple[str, ...], other: list[str] | tuple[str, .
 @dataclass(frozen=True)
 class Readers(Target):
     name = "stream"
+    share = 0.3
     assembler: Callable[[str], StreamAssembler] = StreamAssembler
 
     def make(self, rng: Random) -> Script:
@@ -180,6 +181,7 @@ class Assemblers(Target):
     """The assembler alone, with events in any order; after a gap it is told to go on, or not."""
 
     name = "assembler"
+    share = 0.5
     assembler: Callable[[str], StreamAssembler] = StreamAssembler
 
     def make(self, rng: Random) -> Arrival:
