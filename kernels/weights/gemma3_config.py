@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from kernels.errors import ModelFileError
 
@@ -82,7 +82,7 @@ def read_fields(path: Path, full: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def is_positive(value: Any) -> bool:
+def is_positive(value: Any) -> TypeGuard[int | float]:
     """Tell whether a value is a positive number that a float can hold."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 

@@ -116,8 +116,10 @@ def _integer(
     value = raw.get(name)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-        raise ModelFileError(f"{path}: {name} is {value!r:.100}; it must be an integer from 1 to {limit}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelFileError(f"{path}: {name} is {value!r:.100}; it must be a positive integer")
+    if value > limit:
+        raise ModelFileError(f"{path}: {name} is {value!r:.100}; the limit is {limit}")
     return value
 
 

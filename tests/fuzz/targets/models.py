@@ -60,7 +60,7 @@ class GgufBytes:
 @dataclass(frozen=True)
 class GgufFiles(Target):
     name = "gguf"
-    share = 0.5
+    share = 0.2
     read: Callable[[Path], dict[str, Any]] = read_gguf_metadata
     open: Callable[[ModelSource, torch.dtype], Checkpoint] = open_checkpoint
 
@@ -117,7 +117,7 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 @dataclass(frozen=True)
 class Safetensors(Target):
     name = "safetensors"
-    share = 0.3
+    share = 0.15
     open: Callable[[Path], SafetensorsFolder] = SafetensorsFolder
 
     def make(self, rng: Random) -> Tensors:

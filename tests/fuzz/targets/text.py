@@ -54,6 +54,7 @@ class Tokens:
 @dataclass(frozen=True)
 class Detokenizers(Target):
     name = "detokenizer"
+    share = 0.5
     detokenizer: Callable[..., Detokenizer] = Detokenizer
 
     def make(self, rng: Random) -> Tokens:
