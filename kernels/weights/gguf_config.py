@@ -105,7 +105,9 @@ class _Keys:
     def num_layers(self) -> int:
         value = self.integer("block_count")
         if value > MAX_LAYERS:
-            raise ModelFileError(f"{self.file.path}: {self.arch}.block_count is {value}; the limit is {MAX_LAYERS}")
+            raise ModelFileError(
+                f"{self.file.path}: {self.arch}.block_count is {value}; the limit is {MAX_LAYERS}"
+            )
         return value
 
     def optional_integer(self, name: str) -> int | None:

@@ -222,5 +222,7 @@ class _Cursor:
             )
         dims = tuple(int(self.scalar(_U64)) for _ in range(num_dims))
         if 0 in dims:
-            raise ModelFileError(f"{self._path}: tensor {name:.100} is empty: its dimensions are {list(dims)}")
+            raise ModelFileError(
+                f"{self._path}: tensor {name:.100} is empty: its dimensions are {list(dims)}"
+            )
         return TensorInfo(name, dims, int(self.scalar(_U32)), int(self.scalar(_U64)))

@@ -106,7 +106,9 @@ def _hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
 
 def _num_bytes(path: Path, info: TensorInfo) -> int:
     kind = _quantization(path, info)
-    return math.prod(info.dims[1:]) * _row_bytes(path, info, kind)  # of any size: NumPy's product wraps around
+    return math.prod(info.dims[1:]) * _row_bytes(
+        path, info, kind
+    )  # of any size: NumPy's product wraps around
 
 
 def _quantization(path: Path, info: TensorInfo) -> GGMLQuantizationType:

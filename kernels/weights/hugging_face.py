@@ -188,6 +188,8 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
         value = source.get("eos_token_id")
         found = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in found):
-            raise ModelFileError(f"{folder}: eos_token_id is {value!r:.100}; it must be an id or a list of ids")
+            raise ModelFileError(
+                f"{folder}: eos_token_id is {value!r:.100}; it must be an id or a list of ids"
+            )
         ids.extend(token_id for token_id in found if token_id not in ids)
     return tuple(ids)

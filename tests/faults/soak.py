@@ -194,7 +194,9 @@ def report(findings: Findings, *, as_json: bool) -> None:
     print(f"second half, {last.at_s - first.at_s:.0f} s and {last.jobs - first.jobs:,} jobs:")
     for name, rise in grown.items():
         values = [getattr(found, name) for found in findings.second_half]
-        print(f"  {name:17} {rise:+7.2f} by the line (bound {MAX_GROWTH[name]}), {min(values):.1f} to {max(values):.1f}")
+        print(
+            f"  {name:17} {rise:+7.2f} by the line (bound {MAX_GROWTH[name]}), {min(values):.1f} to {max(values):.1f}"
+        )
     print(*(findings.failures() or ["nothing grows"]), sep="\n")
 
 

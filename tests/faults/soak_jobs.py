@@ -67,7 +67,9 @@ class Load:
                 result = await kinds[kind](rng, f"{kind}-{next(self._names)}")
             self.ended[f"{kind} {result.status}"] += 1
             wanted = {"refused": "rejected", "unreadable": "failed"}.get(kind, "completed")
-            if result.status != wanted and not (kind.startswith("cancelled") and result.status == "cancelled"):
+            if result.status != wanted and not (
+                kind.startswith("cancelled") and result.status == "cancelled"
+            ):
                 self.problems.append(f"{result.id} ended as {result.status}: {result.error}")
 
     async def _run(self, job_id: str, value: bytes) -> Result:
@@ -98,7 +100,12 @@ class Load:
         return result
 
     async def _unfollowed(self, rng: Random, job_id: str) -> Result:
-        fields = {"stream": rng.random() < 0.5, "stop": ["zq", "q" * 50], "deadline": 600, "metadata": {"k": job_id}}
+        fields = {
+            "stream": rng.random() < 0.5,
+            "stop": ["zq", "q" * 50],
+            "deadline": 600,
+            "metadata": {"k": job_id},
+        }
         return await self._run(job_id, self._job(rng, job_id, **fields))
 
     async def _choices(self, rng: Random, job_id: str) -> Result:

@@ -6,35 +6,9 @@ from typing import Any
 
 import orjson
 
-RAW: tuple[bytes, ...] = (
-    *(b"NaN", b"-Infinity", b"Infinity", b"1e999", b"-1e999", b"1E400", b"-0.0", b"1e-400", b"00", b"1.", b"+1"),
-    *(b"9" * 40, b"-" + b"9" * 25, b"9" * 400, b"9" * 5000, b"18446744073709551615", b"18446744073709551616"),
-    *(b"9223372036854775808", b"-9223372036854775809", b"2147483648", b"4294967296", b"0.1e1"),
-    *(b'"\\ud800"', b'"\\udc00\\ud800"', b'"a\\ud83d"', b'"\\u0000"', b'"\\ud83d\\ude00"', b'"\xff"', b'"\t"'),
-    *(b"True", b"None", b"undefined", b"'a'", b"", b",", b"{,}", b"[1,]", b"/**/1"),
-    *(b"[" * depth + b"]" * depth for depth in (5, 33, 260, 1000, 1100)),
-    *(b'{"a":' * depth + b"1" + b"}" * depth for depth in (5, 33, 260, 1000, 1100)),
-    b'{"a":1,"a":2}',
-)
-"""What a JSON library would not write, or not as it stands here."""
+from tests.fuzz.odd_values import LONG, NAMES, RAW, TOKENS, VALUES
 
-VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 2, 7, 16, 17, 64, 255, 1024, 2**31 - 1, 2**32, 2**53, 2**63 - 1, -(2**63)),
-    *(2**64 - 1, 0.0, -0.0, 0.5, 1.5, -2.5, 1e-300, 1e300, 1.0, 2.0, 1e15, 1.7e9),
-    *("", "a", " ", "0", "1", "-1", "null", "text", "a\n", "\x00", "\ufeff", "é", "世界", "👋🏽\u200d", "\ud7ff", "\ufdd0"),
-    *("a" * 65, "b" * 129, "c" * 513, "d" * 5000, "<|im_end|>", "2030-01-31T12:00:00Z", "2030-13-31T12:00:00Z"),
-    *([], {}, [None], [[]], [{}], {"a": None}, {"": 1}, {"[key]": 1}, [0] * 20, ["a"] * 300, [1.5, "x", None]),
-    *({"type": "text"}, {"type": "text", "text": "x"}, {str(i): i for i in range(70)}, [[1, 2], [3]]),
-)
 _VALUES = tuple(map(orjson.dumps, VALUES))
-NAMES = ("", "[key]", "id", "v", "kind", "type", "content", "text", "prompt", "custom_id", "body", "index", "x" * 70, "é")
-TOKENS: tuple[bytes, ...] = (
-    *(b'"', b"\\", b"\\\\", b"{", b"}", b"[", b"]", b",", b":", b" ", b"\n", b"\x00", b"\xff", b"\xc3", b"\xed\xa0\x80"),
-    *(b"\xef\xbb\xbf", b"null", b"true", b"NaN", b"Infinity", b"1e999", b"9" * 20, b'"a":1,', b"\\u0000", b"\\ud800"),
-    *(b"\xf4\x90\x80\x80", b"\xc0\x80", b"-", b"0", b".", b"e", b"\xff" * 8, b"\x00" * 8, b"\x7f", b"\x80", b"=", b"_"),
-)
-LONG = b"a" * 200_000
-
 _MARK = "\x01raw%d\x01"
 
 

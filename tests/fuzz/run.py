@@ -1,7 +1,6 @@
 """Runs a target over many seeds, each within a bound of time and memory, and reports the inputs it fails on."""
 
 import contextlib
-import gc
 import os
 import resource
 import signal
@@ -96,7 +95,6 @@ def _fault_of(target: Target, case: Any, seed: int, report: Report) -> Fault | N
         raise
     except BaseException as raised:  # Rust's panics are no Exceptions
         error = f"{type(raised).__name__}: {raised!s:.600}"
-        gc.collect()
     else:
         error = ""
         report.outcomes[outcome] += 1

@@ -7,7 +7,24 @@ from typing import Any
 
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY, _U32, _U64, _F32 = 8, 9, 4, 10, 6
-ODD_INTEGERS = (0, 1, 2, 3, 31, 33, 127, 2**16, 2**24 + 1, 2**31, 2**32 - 1, 2**40, 2**61, 2**62, 2**63, 2**64 - 1)
+ODD_INTEGERS = (
+    0,
+    1,
+    2,
+    3,
+    31,
+    33,
+    127,
+    2**16,
+    2**24 + 1,
+    2**31,
+    2**32 - 1,
+    2**40,
+    2**61,
+    2**62,
+    2**63,
+    2**64 - 1,
+)
 
 
 @dataclass(frozen=True)
@@ -109,7 +126,11 @@ def _plain(value: Any) -> Any:
 _SHAPES: tuple[tuple[str, tuple[int, ...]], ...] = (
     *(("token_embd.weight", (2, 3)), ("output_norm.weight", (2,)), ("blk.0.attn_norm.weight", (2,))),
     *(("blk.0.ffn_norm.weight", (2,)), ("blk.0.attn_q.weight", (2, 2)), ("blk.0.attn_k.weight", (2, 2))),
-    *(("blk.0.attn_v.weight", (2, 2)), ("blk.0.attn_output.weight", (2, 2)), ("blk.0.ffn_gate.weight", (2, 2))),
+    *(
+        ("blk.0.attn_v.weight", (2, 2)),
+        ("blk.0.attn_output.weight", (2, 2)),
+        ("blk.0.ffn_gate.weight", (2, 2)),
+    ),
     *(("blk.0.ffn_up.weight", (2, 2)), ("blk.0.ffn_down.weight", (2, 2))),
 )
 
@@ -117,8 +138,14 @@ _SHAPES: tuple[tuple[str, tuple[int, ...]], ...] = (
 def good_gguf(rng: Random) -> GgufSpec:
     keys: list[tuple[str, int, Any]] = [
         ("general.architecture", _STRING, "llama"),
-        *((f"llama.{name}", _U32, 1) for name in ("block_count", "attention.head_count", "attention.head_count_kv")),
-        *((f"llama.{name}", rng.choice((_U32, _U64)), 2) for name in ("embedding_length", "feed_forward_length")),
+        *(
+            (f"llama.{name}", _U32, 1)
+            for name in ("block_count", "attention.head_count", "attention.head_count_kv")
+        ),
+        *(
+            (f"llama.{name}", rng.choice((_U32, _U64)), 2)
+            for name in ("embedding_length", "feed_forward_length")
+        ),
         ("llama.context_length", _U32, 8),
         ("llama.attention.layer_norm_rms_epsilon", _F32, 0.5),
         ("tokenizer.ggml.tokens", _ARRAY, Array(_STRING, ("a", "é", "<s>"))),
@@ -165,7 +192,14 @@ def _odd_keys(rng: Random, keys: list[tuple[str, int, Any]]) -> tuple[tuple[str,
     elif kind < 0.7:
         keys.append((key, *_odd_value(rng)))
     elif kind < 0.8:
-        name = rng.choice(("general.alignment", "llama.rope.scaling.type", "llama.attention.key_length", "llama.expert_count"))
+        name = rng.choice(
+            (
+                "general.alignment",
+                "llama.rope.scaling.type",
+                "llama.attention.key_length",
+                "llama.expert_count",
+            )
+        )
         keys.append((name, *_odd_value(rng)))
     elif kind < 0.9:
         del keys[at]
@@ -181,11 +215,34 @@ def _odd_value(rng: Random) -> tuple[int, Any]:
         deep = Array(_ARRAY, (deep,))
     return rng.choice(
         (
-            *((_U64, integer), (11, -1), (5, -(2**31)), (7, True), (7, b"\x02"), (_STRING, ""), (_STRING, "gemma3")),
-            *((12, float("nan")), (12, float("inf")), (12, -0.0), (12, 1e300), (_F32, 1e-40), (_STRING, "linear")),
-            *((_ARRAY, deep), (_ARRAY, Array(_U32, (1, 2), integer)), (_ARRAY, Array(_STRING, ("a",), integer))),
+            *(
+                (_U64, integer),
+                (11, -1),
+                (5, -(2**31)),
+                (7, True),
+                (7, b"\x02"),
+                (_STRING, ""),
+                (_STRING, "gemma3"),
+            ),
+            *(
+                (12, float("nan")),
+                (12, float("inf")),
+                (12, -0.0),
+                (12, 1e300),
+                (_F32, 1e-40),
+                (_STRING, "linear"),
+            ),
+            *(
+                (_ARRAY, deep),
+                (_ARRAY, Array(_U32, (1, 2), integer)),
+                (_ARRAY, Array(_STRING, ("a",), integer)),
+            ),
             *((_ARRAY, Array(99, ())), (13, b""), (2**32 - 1, b""), (_ARRAY, Array(_U32, ()))),
-            *((_ARRAY, Array(0, (7,) * 2000)), (_ARRAY, Array(_STRING, ("a",) * 2000)), (_ARRAY, Array(_ARRAY, (), 2000))),
+            *(
+                (_ARRAY, Array(0, (7,) * 2000)),
+                (_ARRAY, Array(_STRING, ("a",) * 2000)),
+                (_ARRAY, Array(_ARRAY, (), 2000)),
+            ),
             *((_STRING, struct.pack("<Q", integer) + b"abc"), (_STRING, struct.pack("<Q", 2) + b"\xff\xfe")),
         )
     )
@@ -206,8 +263,17 @@ def _odd_tensors(rng: Random, tensors: list[GgufTensor]) -> tuple[GgufTensor, ..
     elif kind < 0.7:
         tensors[at] = replace(tensor, offset=rng.choice(ODD_INTEGERS))
     elif kind < 0.8:
-        names = ("rope_freqs.weight", "lm_head.weight", "model.norm.weight", "blk.1.attn_q.weight", "", "x" * 3000)
-        tensors.append(replace(tensor, name=rng.choice(names), dims=rng.choice(((1,), (2,), (0,), tensor.dims))))
+        names = (
+            "rope_freqs.weight",
+            "lm_head.weight",
+            "model.norm.weight",
+            "blk.1.attn_q.weight",
+            "",
+            "x" * 3000,
+        )
+        tensors.append(
+            replace(tensor, name=rng.choice(names), dims=rng.choice(((1,), (2,), (0,), tensor.dims)))
+        )
     elif kind < 0.9:
         tensors.append(tensor)
     else:

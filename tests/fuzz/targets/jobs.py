@@ -12,12 +12,31 @@ import orjson
 
 from service.errors import JobError
 from service.pipelines.job_file import read_lines
-from service.wire import ErrorInfo, Job, Result, claimed_custom_id, job_id_of, limits, parse_job, parse_result, readable_id
+from service.wire import (
+    ErrorInfo,
+    Job,
+    Result,
+    claimed_custom_id,
+    job_id_of,
+    limits,
+    parse_job,
+    parse_result,
+    readable_id,
+)
 from tests.fuzz.mutate import bad_json, mutated_bytes, respelled_json
 from tests.fuzz.target import Outcome, Target, expect
 
 NOW_MS = 1_700_000_000_000
-TEXTS = ("x", "Say hello.", "naïve 世界 👋", '"quoted": \\ {"id": 1}', "a\x00b", "\ufeff", "line\nline\r\n\t", "k" * 300)
+TEXTS = (
+    "x",
+    "Say hello.",
+    "naïve 世界 👋",
+    '"quoted": \\ {"id": 1}',
+    "a\x00b",
+    "\ufeff",
+    "line\nline\r\n\t",
+    "k" * 300,
+)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0}}, "required": ["a"]}
 FORMATS: tuple[dict[str, Any], ...] = (
     {"type": "text"},
@@ -27,7 +46,12 @@ FORMATS: tuple[dict[str, Any], ...] = (
     {"type": "regex", "regex": "[a-z]+"},
     {"type": "choice", "choice": ["yes", "no"]},
 )
-METADATA: tuple[Any, ...] = ({}, {"k": [1, {"x": None}], "é": 1.5}, {"id": "prompt", "a": {"a": {"a": []}}}, None)
+METADATA: tuple[Any, ...] = (
+    {},
+    {"k": [1, {"x": None}], "é": 1.5},
+    {"id": "prompt", "a": {"a": {"a": []}}},
+    None,
+)
 Maker = Callable[[Random], Any]
 COMMON: dict[str, Maker] = {
     "model": lambda rng: rng.choice(("m", "org/model", None)),
@@ -54,7 +78,9 @@ OF_JOBS: dict[str, Maker] = COMMON | {
     "logprobs": lambda rng: rng.choice((0, 1, limits.MAX_TOP_LOGPROBS)),
     "service_class": lambda rng: rng.choice(("interactive", "standard", "batch")),
     "slo": lambda rng: rng.choice(({}, {"ttft_ms": 1, "tpot_ms": 0.5}, {"ttft_ms": None})),
-    "deadline": lambda rng: rng.choice((1, 0.001, "2030-01-31T12:00:00Z", "2030-01-31t12:00:00.123456789+01:00")),
+    "deadline": lambda rng: rng.choice(
+        (1, 0.001, "2030-01-31T12:00:00Z", "2030-01-31t12:00:00.123456789+01:00")
+    ),
     "tenant": lambda rng: rng.choice(("t", "é" * limits.MAX_TENANT_CHARS)),
     "custom_id": lambda rng: rng.choice(("c", "any thing/é")),
 }
@@ -81,7 +107,9 @@ def prompt_fields(rng: Random) -> dict[str, Any]:
     if kind == 0:
         return {"prompt": rng.choice(TEXTS)}
     if kind == 1:
-        return {"prompt_token_ids": [rng.choice((0, 1, limits.MAX_TOKEN_ID)) for _ in range(rng.randrange(1, 9))]}
+        return {
+            "prompt_token_ids": [rng.choice((0, 1, limits.MAX_TOKEN_ID)) for _ in range(rng.randrange(1, 9))]
+        }
     return {"messages": [message(rng) for _ in range(rng.randrange(1, 4))]}
 
 
@@ -103,7 +131,9 @@ def good_line(rng: Random) -> dict[str, Any]:
     if chat:
         body["messages"] = [message(rng) for _ in range(rng.randrange(1, 4))]
         if rng.random() < 0.3:
-            body |= rng.choice(({"logprobs": True, "top_logprobs": 3}, {"logprobs": False}, {"logprobs": True}))
+            body |= rng.choice(
+                ({"logprobs": True, "top_logprobs": 3}, {"logprobs": False}, {"logprobs": True})
+            )
     else:
         body["prompt"] = rng.choice(("x", ["x"], [1, 2], [[1, 2]]))
         if rng.random() < 0.3:
@@ -149,8 +179,17 @@ def has_repeated_names(value: bytes) -> bool:
 
 def check_refusal(error: JobError) -> None:
     """A refusal names field, value and limit, and can be written into a result."""
-    expect(bool(error.field) and error.value is not None and error.limit is not None, "names not all", vars(error))
-    expect(error.message.startswith(f"{error.field}: "), "does not begin with its field", error.message, error.field)
+    expect(
+        bool(error.field) and error.value is not None and error.limit is not None,
+        "names not all",
+        vars(error),
+    )
+    expect(
+        error.message.startswith(f"{error.field}: "),
+        "does not begin with its field",
+        error.message,
+        error.field,
+    )
     expect(len(error.message.encode()) <= limits.MAX_ERROR_MESSAGE_BYTES, "message too long", error.message)
     if error.job_id is not None:
         expect(readable_id(error.job_id.encode()) == error.job_id, "id outside its alphabet", error.job_id)
@@ -246,7 +285,12 @@ class BatchFiles(Target):
         wanted = [number for number, line in enumerate(case.split(b"\n"), start=1) if line.strip()]
         if case.startswith(b"\xef\xbb\xbf") and not case.split(b"\n")[0][3:].strip():
             wanted = [number for number in wanted if number > 1]
-        expect([line.number for line in lines] == wanted, "numbers of lines", wanted, [line.number for line in lines])
+        expect(
+            [line.number for line in lines] == wanted,
+            "numbers of lines",
+            wanted,
+            [line.number for line in lines],
+        )
         ids = [line.job.id for line in lines if line.job is not None]
         expect(len(set(ids)) == len(ids), "two jobs of one id", ids)
         for line in lines:

@@ -121,7 +121,10 @@ class Safetensors(Target):
     open: Callable[[Path], SafetensorsFolder] = SafetensorsFolder
 
     def make(self, rng: Random) -> Tensors:
-        values = {name: [rng.choice((0.0, 1.5, -2.0)) for _ in range(rng.randrange(1, 5))] for name in ("a", "b.c", "é")}
+        values = {
+            name: [rng.choice((0.0, 1.5, -2.0)) for _ in range(rng.randrange(1, 5))]
+            for name in ("a", "b.c", "é")
+        }
         good = rng.random() < 0.15
         if rng.random() < 0.5:
             return Tensors({"model.safetensors": shard_bytes(rng, values, good)}, values if good else None)
@@ -137,7 +140,17 @@ class Safetensors(Target):
         return Tensors(files, values if good else None)
 
     def _index_bytes(self, rng: Random, index: dict[str, Any]) -> bytes:
-        names = ("../x", "/etc/passwd", "x" * 300, "a\x00b", "", ".", SHARDS[1], "model.safetensors", "sub/" + SHARDS[0])
+        names = (
+            "../x",
+            "/etc/passwd",
+            "x" * 300,
+            "a\x00b",
+            "",
+            ".",
+            SHARDS[1],
+            "model.safetensors",
+            "sub/" + SHARDS[0],
+        )
         if rng.random() < 0.4:
             index["weight_map"][rng.choice(("a", "é", "new"))] = rng.choice(names)
             return orjson.dumps(index)
@@ -166,7 +179,11 @@ def shard_bytes(rng: Random, values: dict[str, list[float]], good: bool) -> byte
     data = b""
     for name, numbers in values.items():
         part = struct.pack(f"<{len(numbers)}f", *numbers)
-        header[name] = {"dtype": "F32", "shape": [len(numbers)], "data_offsets": [len(data), len(data) + len(part)]}
+        header[name] = {
+            "dtype": "F32",
+            "shape": [len(numbers)],
+            "data_offsets": [len(data), len(data) + len(part)],
+        }
         data += part
     written = orjson.dumps(header)
     if good:
@@ -174,23 +191,49 @@ def shard_bytes(rng: Random, values: dict[str, list[float]], good: bool) -> byte
     kind = rng.random()
     if kind < 0.6:
         written = bad_json(rng, header)
-    length = len(written) if kind < 0.8 else rng.choice((0, 1, len(written) + 1, len(written) - 1, 2**63, 2**64 - 1))
+    length = (
+        len(written)
+        if kind < 0.8
+        else rng.choice((0, 1, len(written) + 1, len(written) - 1, 2**63, 2**64 - 1))
+    )
     whole = struct.pack("<Q", length) + written + data
     return mutated_bytes(rng, whole) if kind > 0.9 else whole
 
 
 ROPE = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SIZES = {
-    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 160},
-    **{"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "rms_norm_eps": 1e-5},
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 160,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
 }
 CONFIGS: tuple[dict[str, Any], ...] = (
-    {"model_type": "llama", "rope_scaling": ROPE, "rope_theta": 5e5, "hidden_act": "silu", "eos_token_id": [1, 2]},
+    {
+        "model_type": "llama",
+        "rope_scaling": ROPE,
+        "rope_theta": 5e5,
+        "hidden_act": "silu",
+        "eos_token_id": [1, 2],
+    },
     {"model_type": "mistral", "sliding_window": 32, "bos_token_id": 1, "eos_token_id": 2},
     {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0},
     {"model_type": "qwen3", "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-    {"model_type": "gemma3_text", "query_pre_attn_scalar": 16, "sliding_window": 8, "layer_types": ["full_attention"] * 2},
-    {"model_type": "gemma3", "text_config": {"sliding_window_pattern": 2, **SIZES}, "tie_word_embeddings": True},
+    {
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 8,
+        "layer_types": ["full_attention"] * 2,
+    },
+    {
+        "model_type": "gemma3",
+        "text_config": {"sliding_window_pattern": 2, **SIZES},
+        "tie_word_embeddings": True,
+    },
 )
 
 

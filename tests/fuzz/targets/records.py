@@ -40,7 +40,11 @@ def logprobs(rng: Random, count: int) -> list[dict[str, Any]]:
 def good_result(rng: Random) -> dict[str, Any]:
     choices = []
     for index in range(rng.randrange(3)):
-        choice: dict[str, Any] = {"index": index, "text": rng.choice(TEXTS), "finish_reason": rng.choice(("stop", None))}
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": rng.choice(TEXTS),
+            "finish_reason": rng.choice(("stop", None)),
+        }
         if rng.random() < 0.5:
             choice["token_ids"] = [1, 2]
         if rng.random() < 0.5:
@@ -77,7 +81,12 @@ def good_event(rng: Random) -> dict[str, Any]:
         delta = {"kind": kind, "seq": seq, "index": rng.randrange(16), "text": rng.choice(TEXTS)}
         more = {"logprobs": logprobs(rng, len(token_ids))} if rng.random() < 0.3 else {}
         return event | delta | {"token_ids": token_ids} | more
-    end = {"status": "completed", "finish_reason": rng.choice(("stop", None)), "usage": USAGE, "events": seq + 1}
+    end = {
+        "status": "completed",
+        "finish_reason": rng.choice(("stop", None)),
+        "usage": USAGE,
+        "events": seq + 1,
+    }
     hashes = [text_sha256([text]) for text in rng.sample(TEXTS, rng.randrange(3))]
     more = {"error": ERROR} if rng.random() < 0.3 else {}
     return event | {"kind": kind, "seq": seq, "text_sha256": hashes} | end | more
@@ -160,17 +169,35 @@ class DeadLetters(Target):
         values = (b"", b"1", b"\xff\xfe", b"v" * 2000, "世".encode() * 400)
         own = tuple((rng.choice(names), rng.choice(values)) for _ in range(rng.randrange(4)))
         message = rng.choice(("id: missing", "世" * 900, "x" * 3000, "\x00"))
-        origin = Origin("tailrace.jobs", rng.randrange(99), rng.choice((0, 2**63 - 1)), -1, 2, "code", message)
+        origin = Origin(
+            "tailrace.jobs", rng.randrange(99), rng.choice((0, 2**63 - 1)), -1, 2, "code", message
+        )
         letter = DeadLetter(rng.choice((None, b"k")), rng.choice((None, b"", b"{}")), own, origin)
         headers: list[tuple[str, bytes | None]] = list(letter.record_headers())
         if rng.random() < 0.2:
             return Letter(letter.key, letter.value, tuple(headers), letter)
         odd: tuple[bytes | None, ...] = (
-            *(None, b"", b"-1", b" 1 ", b"1_0", "１２".encode(), b"9" * 2000, b"9" * 5000, b"1.5", b"NaN", b"\xff"),
+            *(
+                None,
+                b"",
+                b"-1",
+                b" 1 ",
+                b"1_0",
+                "１２".encode(),
+                b"9" * 2000,
+                b"9" * 5000,
+                b"1.5",
+                b"NaN",
+                b"\xff",
+            ),
             *(b"9223372036854775808", b"x" * 2000),
         )
         for _ in range(rng.randrange(1, 3)):
-            at = rng.randrange(len(headers)) if rng.random() < 0.2 else max(0, len(headers) - rng.randrange(1, 8))
+            at = (
+                rng.randrange(len(headers))
+                if rng.random() < 0.2
+                else max(0, len(headers) - rng.randrange(1, 8))
+            )
             kind = rng.random()
             if kind < 0.7:
                 headers[at] = (headers[at][0], rng.choice(odd))
@@ -193,13 +220,23 @@ class DeadLetters(Target):
             return Outcome.REFUSED
         own = list(case.headers[: len(letter.headers)])
         expect(letter.replay() == (case.key, case.value, own), "not the original", letter)
-        expect(len(case.headers) - len(own) == len(letter.origin.headers()), "took another number of headers", letter)
+        expect(
+            len(case.headers) - len(own) == len(letter.origin.headers()),
+            "took another number of headers",
+            letter,
+        )
         again = self.parse(case.key, case.value, letter.record_headers())
-        expect(self.parse(case.key, case.value, again.record_headers()) == again, "does not stay as it is", again)
+        expect(
+            self.parse(case.key, case.value, again.record_headers()) == again, "does not stay as it is", again
+        )
         for name in ("partition", "offset", "timestamp_ms", "attempt"):
             expect(getattr(again.origin, name) == getattr(letter.origin, name), f"another {name}", letter)
         for name in ("topic", "code", "message"):
-            expect(getattr(letter.origin, name).startswith(getattr(again.origin, name)), f"another {name}", letter)
+            expect(
+                getattr(letter.origin, name).startswith(getattr(again.origin, name)),
+                f"another {name}",
+                letter,
+            )
         if case.good is not None:
             expect(letter.origin.offset == case.good.origin.offset, "offset", letter)
             expect(case.good.origin.message.startswith(letter.origin.message), "message", letter)

@@ -52,7 +52,9 @@ def foreign(rng: Random, event: Event) -> Event:
     if kind < 0.6:
         return replace(event, epoch=max(0, event.epoch + rng.choice((-2, -1, 1, 2, 2**40))))
     if isinstance(event, Start):
-        return replace(event, resumed_tokens=tuple(rng.choice((0, 1, 5, 2**31)) for _ in range(rng.randrange(4))))
+        return replace(
+            event, resumed_tokens=tuple(rng.choice((0, 1, 5, 2**31)) for _ in range(rng.randrange(4)))
+        )
     if isinstance(event, Delta) and kind < 0.8:
         return replace(event, index=rng.randrange(16), text=rng.choice(TEXTS))
     return replace(event, seq=max(1, event.seq + rng.choice((-3, -1, 1, 2, 2**40))))
@@ -63,8 +65,8 @@ def damaged(rng: Random, event: Event) -> bytes:
 
 
 Step = tuple[str, bytes | int]
-"""What happens next: an event is `logged`, one is `heard` on the channel, a `sign` comes, the log is cut or forgotten or
-gets an entry of someone else."""
+"""What happens next: an event is `logged`, one is `heard` on the channel, a `sign` comes, the log is cut or forgotten, or
+gets an entry that is not ours."""
 
 
 @dataclass(frozen=True)

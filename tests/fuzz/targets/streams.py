@@ -27,7 +27,9 @@ class KeptLog:
     """How many were trimmed in front, so that the names of entries stay."""
     meta: list[bytes | None] = field(default_factory=lambda: [None, None])
 
-    async def xrange(self, key: str, cursor: str, end: str, count: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    async def xrange(
+        self, key: str, cursor: str, end: str, count: int
+    ) -> list[tuple[bytes, dict[bytes, bytes]]]:
         begin = 0 if cursor == "-" else int(cursor[1:].split("-")[0]) - self.first
         page = self.entries[begin : begin + count]
         entries = [{b"other": b"x"} if data is None else {b"event": data} for data in page]
@@ -108,7 +110,10 @@ class Client:
         self.pieces[index] = kept
 
     def texts(self) -> list[str]:
-        return ["".join(text for text, _ in self.pieces.get(i, [])) for i in range(max(self.pieces, default=-1) + 1)]
+        return [
+            "".join(text for text, _ in self.pieces.get(i, []))
+            for i in range(max(self.pieces, default=-1) + 1)
+        ]
 
 
 def same_texts(one: list[str] | tuple[str, ...], other: list[str] | tuple[str, ...]) -> bool:
@@ -167,7 +172,12 @@ class Readers(Target):
             expect(same_texts(client.texts(), told.texts), "proves a wrong text", client.texts(), told.texts)
         if case.sound and case.ended:
             expect(client.events == list(told.events), "not every event", client.events, told.events)
-            expect(not client.gaps and verdict is not None and verdict.complete, "not whole", verdict, client.gaps)
+            expect(
+                not client.gaps and verdict is not None and verdict.complete,
+                "not whole",
+                verdict,
+                client.gaps,
+            )
 
 
 @dataclass(frozen=True)
@@ -212,7 +222,11 @@ class Assemblers(Target):
             expect(not problems and not num_gaps, "finds fault with a whole stream", problems)
             found = [tuple(assembler.choice(i).token_ids) for i in range(len(case.story.token_ids))]
             expect(found == list(case.story.token_ids), "other tokens", found)
-            expect(assembler.texts() == list(case.story.texts)[: assembler.num_choices], "other texts", assembler.texts())
+            expect(
+                assembler.texts() == list(case.story.texts)[: assembler.num_choices],
+                "other texts",
+                assembler.texts(),
+            )
         self._check_standing(case)
         return Outcome.REFUSED if problems else Outcome.ACCEPTED
 

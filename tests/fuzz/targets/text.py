@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from random import Random
 
 import tokenizers
@@ -15,7 +16,16 @@ from tests.service.text.tiny import byte_level, sentencepiece_like
 KINDS = ("bytes", "byte_level", "sentencepiece")
 PIECES: tuple[str | bytes, ...] = (
     *("a", "ab", "é", "世界", "👋🏽\u200d", "\ufffd", "\x00", " ", "\ufeff", "<think>", "the"),
-    *(b"\xff", b"\xc3", b"\xe4\xb8", b"\xf0\x9f\x91", b"\x80", b"\xed\xa0\x80", b"\xc0\x80", b"\xf4\x90\x80\x80"),
+    *(
+        b"\xff",
+        b"\xc3",
+        b"\xe4\xb8",
+        b"\xf0\x9f\x91",
+        b"\x80",
+        b"\xed\xa0\x80",
+        b"\xc0\x80",
+        b"\xf4\x90\x80\x80",
+    ),
     *(b"\xe0\x80\x80", b"\xf8\x88\x80\x80\x80", b"\xed\xaf", b"\xf0\x80", b"\xe2\x82\xe2\x82\xac"),
 )
 STOPS = ("a", "ab", "b", "aa", "\ufffd", "界", "é", " t", "\x00", "</think>", "aba")
@@ -34,7 +44,9 @@ def tokenizer_of(kind: str) -> tuple[Tokenizer, tokenizers.Tokenizer | None]:
 def ids_of_bytes(kind: str) -> tuple[int, ...]:
     """Of each byte, the id of the token that is this byte alone."""
     tokenizer, _ = tokenizer_of(kind)
-    found = {tokenizer.token_bytes(token_id): token_id for token_id in range(tokenizer.vocab_size - 1, -1, -1)}
+    found = {
+        tokenizer.token_bytes(token_id): token_id for token_id in range(tokenizer.vocab_size - 1, -1, -1)
+    }
     if kind == "sentencepiece":  # a letter may have a token beside that of its byte
         return tuple(range(3, 259))
     return tuple(found[bytes([byte])] for byte in range(256))
@@ -87,10 +99,12 @@ class Detokenizers(Target):
             single.feed([token_id])
             texts.append(single.text)
         places = [0, *case.groups, len(case.token_ids)]
-        for begin, end in zip(places, places[1:], strict=False):
+        for begin, end in pairwise(places):
             grouped.feed(case.token_ids[begin:end])
             expect(grouped.text == texts[end], "the text depends on the grouping", grouped.text, texts[end])
-        expect(single.finish() == grouped.finish(), "the rest depends on the grouping", single.text, grouped.text)
+        expect(
+            single.finish() == grouped.finish(), "the rest depends on the grouping", single.text, grouped.text
+        )
         expect(single.text == expected, "not what the bytes give", single.text, expected)
         expect(all(single.text.startswith(text) for text in texts), "took text back", texts, single.text)
         if theirs is not None and not case.stop and not case.hidden:
@@ -113,7 +127,9 @@ class Detokenizers(Target):
         except UnicodeDecodeError:
             return
         known = [i for i in case.token_ids if 0 <= i < theirs.get_vocab_size()]
-        expect(theirs.decode(known, skip_special_tokens=True) == text, "another text than the library's", text)
+        expect(
+            theirs.decode(known, skip_special_tokens=True) == text, "another text than the library's", text
+        )
 
 
 def by_definition(shown: list[bytes], stop: tuple[str, ...], min_tokens: int, *, strip: bool) -> str:
@@ -146,8 +162,8 @@ def num_chars_after(shown: list[bytes], num_tokens: int, *, strip: bool) -> int:
 
 
 def is_unfinished(data: bytes) -> bool:
-    """Tell whether `data` is the beginning of one character, or of half a surrogate pair: Python's decoder waits for the
-    end of that, too."""
+    """Tell whether `data` is the beginning of one character, or of half a surrogate pair, whose end Python's decoder
+    awaits too."""
     try:
         data.decode()
     except UnicodeDecodeError as error:
