@@ -64,8 +64,8 @@ async def read_stream(
     """Yield every event once and in order, from the first one whenever the reader joins; a Verdict ends it.
 
     `assembler` is kept up to date, for the texts. A job that Redis does not know (yet) is waited for. Raises
-    TimeoutError after `idle_timeout_s` without an event, InternalError for what is no event in log or channel, ValueError
-    for another job's event there. Leave early with `contextlib.aclosing`.
+    TimeoutError after `idle_timeout_s` without an event, InternalError for an entry or a message that is no event, and
+    ValueError for another job's. Leave early with `contextlib.aclosing`.
 
     Events are taken from the log of the client's own database; the live channel, which all databases of a server
     share, only announces new events, or carries the next event of an attempt that the log has shown.

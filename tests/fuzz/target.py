@@ -13,13 +13,13 @@ class Outcome(StrEnum):
     REFUSED = "refused"
 
 
-class FaultFound(AssertionError):
+class CheckError(AssertionError):
     """The code neither parsed an input correctly nor refused it cleanly."""
 
 
 def expect(holds: bool, what: str, *details: Any) -> None:
     if not holds:
-        raise FaultFound(f"{what}: {', '.join(f'{detail!r:.600}' for detail in details)}")
+        raise CheckError(f"{what}: {', '.join(f'{detail!r:.600}' for detail in details)}")
 
 
 @dataclass(frozen=True)
@@ -34,5 +34,5 @@ class Target:
         raise NotImplementedError
 
     def check(self, case: Any) -> Outcome:
-        """Raises FaultFound, or lets through what the code raised and should not have."""
+        """Raises CheckError, or lets through what the code raised and should not have."""
         raise NotImplementedError

@@ -65,8 +65,8 @@ def damaged(rng: Random, event: Event) -> bytes:
 
 
 Step = tuple[str, bytes | int]
-"""What happens next: an event is `logged`, one is `heard` on the channel, a `sign` comes, the log is cut or forgotten, or
-gets an entry that is not ours."""
+"""What happens next: an event is `logged`, one is `heard` on the channel, a `sign` comes, or something is done to the
+log that no worker does."""
 
 
 @dataclass(frozen=True)
