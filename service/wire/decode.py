@@ -184,7 +184,8 @@ def _refuse_duplicate_keys(document: dict[str, Any], value: bytes, job_id: str) 
     try:
         json.loads(value, object_pairs_hook=collect)
     except (ValueError, RecursionError):
-        return  # orjson read it, so only the depth of free-form parts is left, and that is refused by field
+        # Nothing in the document is as deep, so what is has lost its place to a later value of the same field.
+        repeated.append("value")
     if repeated:
         name = shown_name(repeated[0])
         raise JobError(

@@ -6,7 +6,7 @@ import pytest
 
 from tests.fuzz.controls import CONTROLS
 from tests.fuzz.run import run
-from tests.fuzz.target import Outcome
+from tests.fuzz.target import Outcome, Target
 from tests.fuzz.targets import TARGETS
 
 NUM_INPUTS = 400
@@ -43,14 +43,11 @@ def test_the_same_seed_makes_the_same_input() -> None:
         assert f"--target {name} --seed 7 --inputs 1" in str(first)
 
 
-class _Broken:
+class _Broken(Target):
     """Fails on every input, so that its report shows them."""
 
-    def __init__(self, target: object) -> None:
-        self._target = target
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._target, name)
+    def __init__(self, target: Target) -> None:
+        self.__dict__.update(name=target.name, make=target.make)
 
     def check(self, case: object) -> Outcome:
         raise AssertionError("as always")

@@ -258,3 +258,9 @@ def test_a_name_that_is_empty_or_half_a_surrogate_pair_can_be_written(text: str,
 def test_a_type_of_a_thousand_levels_is_not_written_out(fields: str, message: str) -> None:
     error = error_of(b'{"id":"a",' + fields.encode() % (b"[" * 1000 + b"]" * 1000) + b"}")
     assert error.message.startswith(message)
+
+
+def test_a_duplicate_is_refused_although_the_value_that_is_lost_is_too_deep_to_be_read() -> None:
+    deep = b'{"a":' * 1000 + b"1" + b"}" * 1000
+    error = error_of(b'{"id":"a","prompt":' + deep + b',"prompt":"x"}')
+    assert (error.code, error.field) == ("duplicate_key", "value")
