@@ -89,8 +89,8 @@ def good_event(rng: Random) -> dict[str, Any]:
         "events": seq + 1,
     }
     hashes = [text_sha256([text]) for text in rng.sample(TEXTS, rng.randrange(3))]
-    more = {"error": ERROR} if rng.random() < 0.3 else {}
-    return event | {"kind": kind, "seq": seq, "text_sha256": hashes} | end | more
+    cause = {"error": ERROR} if rng.random() < 0.3 else {}
+    return event | {"kind": kind, "seq": seq, "text_sha256": hashes} | end | cause
 
 
 @dataclass(frozen=True)
