@@ -23,14 +23,13 @@ async def completes_before(
     event: asyncio.Event,
     work: Awaitable[object],
     *,
-    grace_s: float = 0.0,
     report: Callable[[], None] | None = None,
     report_every_s: float | None = None,
 ) -> bool:
     """Runs `work` to its end unless `event` is set first; returns whether it ended, and raises what it raised.
 
-    Work that loses the race, or whose caller is cancelled, gets `grace_s` to end by itself and is cancelled then; it
-    has ended when this returns. `report` is called every `report_every_s` while neither has happened.
+    Work that loses the race, or whose caller is cancelled, is cancelled, and has ended when this returns. `report` is
+    called every `report_every_s` while neither has happened.
     """
     task = asyncio.ensure_future(work)
     stopped = asyncio.create_task(event.wait())
@@ -42,8 +41,6 @@ async def completes_before(
             if not done and report is not None:
                 report()
     finally:
-        if grace_s and not task.done():
-            await asyncio.wait({task}, timeout=grace_s)
         completed = task.done()
         task.cancel()
         stopped.cancel()

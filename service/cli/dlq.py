@@ -12,7 +12,13 @@ from service.cli.console import note, print_json, print_table, run
 from service.client import client_settings
 from service.connect import kafka_config
 from service.errors import DependencyError, InternalError, SettingsError
-from service.ingest.kafka_clients import close_consumer, close_producer, make_producer, make_topic_reader
+from service.ingest.kafka_clients import (
+    close_consumer,
+    close_producer,
+    make_producer,
+    make_topic_reader,
+    start_client,
+)
 from service.ingest.kafka_config import KafkaConfig
 from service.settings import Settings
 from service.wire import DeadLetter, parse_dead_letter
@@ -74,7 +80,7 @@ async def _replay(settings: Settings, wanted: set[Place] | None) -> set[Place]:
     producer = make_producer(config)
     try:
         async with _reaching(config):
-            await producer.start()
+            await start_client(producer)
         async for place, letter in _read(config):
             if wanted is not None and place not in wanted:
                 continue
@@ -93,7 +99,7 @@ async def _read(config: KafkaConfig) -> AsyncIterator[tuple[Place, DeadLetter]]:
     consumer = make_topic_reader(config, config.dead_letter_topic, start="earliest")
     try:
         async with _reaching(config):
-            await consumer.start()
+            await start_client(consumer)
         ends = await consumer.end_offsets(list(consumer.assignment()))
         for partition in sorted(ends, key=lambda each: int(each.partition)):
             async for item in _read_partition(consumer, partition, ends[partition]):

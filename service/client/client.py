@@ -17,7 +17,7 @@ from service.client.result_topic import FollowerStats, ResultFollower
 from service.client.run_job import Finished, run_job
 from service.connect import kafka_config, redis_client, stream_config
 from service.errors import DependencyError
-from service.ingest.kafka_clients import close_producer, make_producer
+from service.ingest.kafka_clients import close_producer, make_producer, start_client
 from service.ingest.topics import ensure_topics
 from service.settings import Settings
 from service.stream.assemble import StreamAssembler
@@ -244,7 +244,7 @@ class Client:
     async def _connect_kafka(self) -> None:
         await ensure_topics(self.config)
         self._producer = make_producer(self.config, linger_ms=LINGER_MS)
-        await self._producer.start()
+        await start_client(self._producer)
         await self.results.start()
 
 

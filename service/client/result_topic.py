@@ -9,7 +9,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import ConsumerStoppedError, KafkaError
 
 from service.errors import InternalError
-from service.ingest.kafka_clients import close_consumer, make_topic_reader
+from service.ingest.kafka_clients import close_consumer, make_topic_reader, start_client
 from service.ingest.kafka_config import KafkaConfig
 from service.waiting import cancellation_kept, wait_for
 from service.wire import Result, parse_result
@@ -100,7 +100,7 @@ class ResultFollower:
     async def _connect(self) -> None:
         consumer = make_topic_reader(self._config, self._config.results_topic, start="latest")
         try:
-            await consumer.start()
+            await start_client(consumer)
             for partition in consumer.assignment():
                 if partition in self._positions:
                     consumer.seek(partition, self._positions[partition])
@@ -191,7 +191,7 @@ async def read_results(config: KafkaConfig, job_ids: Iterable[str]) -> dict[str,
     found: dict[str, Result] = {}
     consumer = make_topic_reader(config, config.results_topic, start="earliest")
     try:
-        await consumer.start()
+        await start_client(consumer)
         ends = await consumer.end_offsets(list(consumer.assignment()))
         async with asyncio.timeout(REBUILD_AFTER_S) as limit:
             while await _behind(consumer, ends):

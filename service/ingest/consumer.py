@@ -15,7 +15,13 @@ from service.ingest.assignments import Assignments
 from service.ingest.backpressure import CreditGate
 from service.ingest.commits import Committer
 from service.ingest.delivery import CallbackError, Callbacks, ConsumerStats, Delivery, TopicPartition
-from service.ingest.kafka_clients import close_consumer, generation_of, make_group_consumer, new_assignor
+from service.ingest.kafka_clients import (
+    close_consumer,
+    generation_of,
+    make_group_consumer,
+    new_assignor,
+    start_client,
+)
 from service.ingest.kafka_config import KafkaConfig
 from service.ingest.poller import Poller, StalledError
 from service.ingest.topics import ensure_topics
@@ -195,7 +201,10 @@ class JobConsumer:
         joined = False
         try:
             joined = await completes_before(
-                self._closing, consumer.start(), report=self._report_joining, report_every_s=REPORT_EVERY_S
+                self._closing,
+                start_client(consumer),
+                report=self._report_joining,
+                report_every_s=REPORT_EVERY_S,
             )
             if joined:
                 log.info("kafka_joined", group=self._config.group_id, topic=self._config.jobs_topic)

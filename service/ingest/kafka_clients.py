@@ -1,14 +1,18 @@
 """Builds, closes and abandons aiokafka's clients. The only module that makes them or uses their private parts."""
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from typing import Any, Literal
 
+import aiokafka.client
 import structlog
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRebalanceListener
 from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.conn import AIOKafkaConnection
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
 from aiokafka.errors import KafkaError
 
@@ -24,6 +28,38 @@ NO_PARTITION = KafkaPartition("tailrace-no-such-topic", 0)
 
 _CONSUMER_TASKS = ("_coordination_task", "_heartbeat_task", "_commit_refresh_task", "_reset_committed_task")
 """Background tasks of aiokafka's two kinds of coordinator, with a group and without."""
+
+_opened: ContextVar["weakref.WeakSet[AIOKafkaConnection] | None"] = ContextVar("opened", default=None)
+"""Connections of the client that is being started in this context."""
+_create_conn = aiokafka.client.create_conn
+
+
+async def _create_noted_conn(*args: Any, **kwargs: Any) -> AIOKafkaConnection:
+    connection = await _create_conn(*args, **kwargs)
+    if (opened := _opened.get()) is not None:
+        opened.add(connection)
+    return connection
+
+
+aiokafka.client.create_conn = _create_noted_conn
+
+
+async def start_client(client: AIOKafkaConsumer | AIOKafkaProducer | AIOKafkaAdminClient) -> None:
+    """Starts one of aiokafka's clients; close it afterwards in any case. Raises KafkaError or OSError.
+
+    If it fails or is cancelled, all its connections are closed. aiokafka itself loses the one that it bootstraps over
+    when it is cancelled there.
+    """
+    opened: weakref.WeakSet[AIOKafkaConnection] = weakref.WeakSet()
+    token = _opened.set(opened)
+    try:
+        await client.start()
+    except BaseException:
+        for connection in list(opened):
+            connection.close()
+        raise
+    finally:
+        _opened.reset(token)
 
 
 def make_producer(config: KafkaConfig, *, linger_ms: int = 0) -> AIOKafkaProducer:
@@ -80,7 +116,7 @@ async def admin_client(config: KafkaConfig) -> AsyncIterator[AIOKafkaAdminClient
     """Yields a started admin client and closes it. Raises KafkaError or OSError when no broker answers."""
     admin = AIOKafkaAdminClient(**_common_options(config))
     try:
-        await admin.start()
+        await start_client(admin)
         yield admin
     finally:
         await admin.close()
@@ -136,6 +172,7 @@ async def close_consumer(consumer: AIOKafkaConsumer, timeout_s: float = CLOSE_TI
 async def abandon_consumer(consumer: AIOKafkaConsumer) -> None:
     """Ends a consumer without telling the broker: none of its tasks may keep heartbeating for a member that is gone."""
     consumer._closed = True
+    consumer._client._get_conn = _no_connection
     fetcher, coordinator = consumer._fetcher, consumer._coordinator
     tasks: list[asyncio.Task[Any] | None] = [getattr(coordinator, name, None) for name in _CONSUMER_TASKS]
     if fetcher is not None:
@@ -146,6 +183,10 @@ async def abandon_consumer(consumer: AIOKafkaConsumer) -> None:
         task.cancel()
     await asyncio.gather(*alive, return_exceptions=True)
     await consumer._client.close()
+
+
+async def _no_connection(*_: Any, **__: Any) -> None:
+    """Takes the place of `_get_conn` in an abandoned client: a request that is being made would connect anew."""
 
 
 async def close_producer(producer: AIOKafkaProducer, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -161,13 +202,9 @@ async def close_producer(producer: AIOKafkaProducer, timeout_s: float = CLOSE_TI
 
 async def abandon_producer(producer: AIOKafkaProducer) -> None:
     """Ends a producer at once; drops what it has not sent, without telling the senders that wait for it."""
-
-    async def no_connection(*_: Any, **__: Any) -> None:
-        return None
-
     client, sender = producer.client, producer._sender.sender_task
     producer._closed = True
-    client._get_conn = no_connection  # Otherwise a request that is being made would connect anew, and go out.
+    client._get_conn = _no_connection
     if sender is not None:
         sender.cancel()
     await client.close()

@@ -10,14 +10,19 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaConnectionError, KafkaError
 
 from service.errors import DependencyError
-from service.ingest.kafka_clients import CLOSE_TIMEOUT_S, abandon_producer, close_producer, make_producer
+from service.ingest.kafka_clients import (
+    CLOSE_TIMEOUT_S,
+    abandon_producer,
+    close_producer,
+    make_producer,
+    start_client,
+)
 from service.ingest.kafka_config import KafkaConfig
 from service.waiting import Backoff, completes_before, wait_for
 
 log = structlog.get_logger()
 
 CONNECT_TIMEOUT_S = 5.0
-CONNECT_GRACE_S = 1.0
 BACKOFF_S = 0.2
 
 
@@ -142,10 +147,9 @@ class ProducerSupervisor:
         acknowledged.result()
 
     async def _connect(self, producer: AIOKafkaProducer) -> None:
-        # start() asks for a producer id without limit. It is cancelled only if necessary: aiokafka then loses track
-        # of the connection that it bootstraps over.
+        # start() asks for a producer id without limit.
         async with asyncio.timeout(max(CONNECT_TIMEOUT_S, self._config.ack_timeout_s)):
-            await completes_before(self._stopped, producer.start(), grace_s=CONNECT_GRACE_S)
+            await completes_before(self._stopped, start_client(producer))
 
     async def unless_stopped(self, work: Awaitable[object]) -> None:
         """Runs `work` to its end. Raises DependencyError when the supervisor stops before."""

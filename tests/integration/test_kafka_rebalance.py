@@ -9,7 +9,16 @@ from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener
 from service.ingest.assignments import Assignments
 from service.ingest.kafka_clients import abandon_consumer, make_group_consumer, new_assignor
 from tests.support.kafka import KafkaBroker
-from tests.support.members import LIMIT_S, Member, config_for, eventually, member, polled, publish
+from tests.support.members import (
+    LIMIT_S,
+    IgnoresRebalances,
+    Member,
+    config_for,
+    eventually,
+    member,
+    polled,
+    publish,
+)
 
 pytestmark = pytest.mark.kafka
 
@@ -134,14 +143,6 @@ async def test_hazard_member_evicted_for_silent_heartbeats_loses_its_deliveries_
         assert evicted.consumer.stats().stale_completions == stale + 2
 
 
-class _Ignores(ConsumerRebalanceListener):  # type: ignore[misc]
-    async def on_partitions_revoked(self, revoked: Any) -> None:
-        pass
-
-    async def on_partitions_assigned(self, assigned: Any) -> None:
-        pass
-
-
 class _Blocks(ConsumerRebalanceListener):  # type: ignore[misc]
     """A member that heartbeats but does not rejoin: the others wait for it."""
 
@@ -190,7 +191,7 @@ async def test_hazard_close_during_a_rebalance_that_does_not_end_is_bounded(
 async def test_abandoned_consumer_does_not_heartbeat_for_a_member_that_is_gone(kafka: KafkaBroker) -> None:
     config = config_for(kafka, await kafka.new_topic(), session_timeout_s=1.0)
     await publish(kafka, config.jobs_topic, [b"0"])
-    gone = make_group_consumer(config, new_assignor(), _Ignores())
+    gone = make_group_consumer(config, new_assignor(), IgnoresRebalances())
     await gone.start()
     try:
         await asyncio.wait_for(gone.getone(), LIMIT_S)

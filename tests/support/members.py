@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaProducer, ConsumerRebalanceListener
 
 from service.ingest import Delivery, JobConsumer, KafkaConfig, ResultProducer, TopicPartition
 from tests.support.kafka import KafkaBroker
@@ -37,6 +37,12 @@ def config_for(kafka: KafkaBroker, topic: str, group: str | None = None, **chang
     }
     names = {"bootstrap": kafka.bootstrap, "jobs_topic": topic, "group_id": group or kafka.unique("group")}
     return KafkaConfig(**(names | fast | changes))
+
+
+class IgnoresRebalances(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka ships no types
+    async def on_partitions_revoked(self, revoked: Any) -> None: ...
+
+    async def on_partitions_assigned(self, assigned: Any) -> None: ...
 
 
 class Member:

@@ -30,7 +30,7 @@ class RedisServer:
         self._binary = binary
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
-        self.port = _free_port()
+        self.port = free_port()
 
     @property
     def folder(self) -> Path:
@@ -86,7 +86,7 @@ class RedisServer:
             client.script_flush()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -114,6 +114,11 @@ def _binary_of(version: str) -> str:
     if os.environ.get("CI") == "true":
         pytest.fail(message)
     pytest.skip(message)
+
+
+def new_server(folder: Path) -> RedisServer:
+    """Of the version that is installed; not started."""
+    return RedisServer(_binary(), folder)
 
 
 @pytest.fixture(scope="module", params=["system", "6.2", "valkey"])

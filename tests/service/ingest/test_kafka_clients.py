@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-from aiokafka import ConsumerRebalanceListener
-
 from service.ingest import KafkaConfig
 from service.ingest.kafka_clients import (
     abandon_consumer,
@@ -15,14 +13,9 @@ from service.ingest.kafka_clients import (
     make_topic_reader,
     new_assignor,
 )
+from tests.support.members import IgnoresRebalances
 
 SERVICE = Path(__file__).resolve().parents[3] / "service"
-
-
-class _Ignores(ConsumerRebalanceListener):  # type: ignore[misc]
-    async def on_partitions_revoked(self, revoked: object) -> None: ...
-
-    async def on_partitions_assigned(self, assigned: object) -> None: ...
 
 
 def test_no_other_module_builds_a_client_of_aiokafka() -> None:
@@ -51,7 +44,7 @@ async def test_records_are_uncompressed_unless_configured() -> None:
 
 
 async def test_hazard_join_is_timed_like_any_request_so_the_request_timeout_exceeds_the_rebalance() -> None:
-    consumer = make_group_consumer(KafkaConfig(rebalance_timeout_s=120), new_assignor(), _Ignores())
+    consumer = make_group_consumer(KafkaConfig(rebalance_timeout_s=120), new_assignor(), IgnoresRebalances())
     assert consumer._client._request_timeout_ms > 120_000
     await close_consumer(consumer)
 
