@@ -32,7 +32,7 @@ from tests.support.redis import RedisServer
 from tests.support.service import ROOT, ServiceUnderTest, new_service
 
 MAX_GROWTH = {
-    "rss_mib": 12.0,
+    "rss_mib": 4.0,
     "fds": 2.0,
     "threads": 1.0,
     "keys_without_ttl": 2.0,

@@ -33,7 +33,11 @@ USAGE = {"prompt_tokens": 5, "completion_tokens": 3, "cached_tokens": 0}
 
 
 def logprobs(rng: Random, count: int) -> list[dict[str, Any]]:
-    token: dict[str, Any] = {"token": rng.choice(("a", "bytes:\\xe2\\x80", "")), "token_id": 3, "logprob": -0.25}
+    token: dict[str, Any] = {
+        "token": rng.choice(("a", "bytes:\\xe2\\x80", "")),
+        "token_id": 3,
+        "logprob": -0.25,
+    }
     top = [token, {**token, "token_id": 4}]
     return [{**token, "top": top[: rng.randrange(3)]} for _ in range(count)]
 
