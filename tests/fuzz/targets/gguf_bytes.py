@@ -252,7 +252,7 @@ def _odd_tensors(rng: Random, tensors: list[GgufTensor]) -> tuple[GgufTensor, ..
     at = rng.randrange(len(tensors))
     tensor = tensors[at]
     kind = rng.random()
-    if kind < 0.35:
+    if kind < 0.35 and tensor.dims:
         dims = list(tensor.dims)
         dims[rng.randrange(len(dims))] = rng.choice(ODD_INTEGERS)
         tensors[at] = replace(tensor, dims=tuple(dims))
