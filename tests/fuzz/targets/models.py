@@ -1,6 +1,5 @@
 """Model files: GGUF, safetensors with their index, and config.json."""
 
-import atexit
 import math
 import shutil
 import struct
@@ -8,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing.util import Finalize
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,7 +32,8 @@ def folder() -> Path:
     """A place in memory for this process's files."""
     memory = Path("/dev/shm")
     place = Path(tempfile.mkdtemp(prefix="tailrace-fuzz-", dir=memory if memory.is_dir() else None))
-    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    # Not atexit, which the processes of a pool leave out.
+    Finalize(None, shutil.rmtree, args=(place,), kwargs={"ignore_errors": True}, exitpriority=1)
     return place
 
 
