@@ -1,7 +1,10 @@
 """The shape of a decoder-only model, read from a Hugging Face config.json or GGUF metadata."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
+
+MAX_LAYERS: Final = 1 << 10
+"""Eight times what the deepest known models have (126). A file that says billions would fill the memory with shapes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Gemma 3's fields of a config.json, as transformers 4 and 5 write them."""
 
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from kernels.errors import ModelFileError
 
@@ -32,10 +33,10 @@ def with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
     """Return the text part with all defaults filled in and the rotary fields of full attention at the top level."""
     full = _DEFAULTS | {name: value for name, value in raw.items() if value is not None}
     parameters = _object(path, full, "rope_parameters")
-    local = parameters.get("sliding_attention") or {}
+    local = _object(path, parameters, "sliding_attention")
     full["rope_local_base_freq"] = local.get("rope_theta", full["rope_local_base_freq"])
     full["rope_parameters"] = {
-        **(parameters.get("full_attention") or {}),
+        **_object(path, parameters, "full_attention"),
         **_object(path, full, "rope_scaling"),
     }
     full["rope_scaling"] = None
@@ -70,15 +71,20 @@ def read_fields(path: Path, full: dict[str, Any]) -> dict[str, Any]:
         name: full[name] for name in ("sliding_window", "rope_local_base_freq", "query_pre_attn_scalar")
     }
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ModelFileError(f"{path}: {name} is {value!r}; it must be a positive number")
-    window = int(values["sliding_window"])
+        if not is_positive(value):
+            raise ModelFileError(f"{path}: {name} is {value!r:.100}; it must be a positive number")
+    window = max(1, int(values["sliding_window"]))
     windows = tuple(window if kind == "sliding_attention" else None for kind in _layer_types(path, full))
     return family_fields(full["hidden_size"]) | {
         "layer_windows": windows,
         "local_rope_theta": float(values["rope_local_base_freq"]),
         "attention_scale": float(values["query_pre_attn_scalar"]) ** -0.5,
     }
+
+
+def is_positive(value: Any) -> TypeGuard[int | float]:
+    """Tell whether a value is a positive number that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def family_fields(hidden_size: int) -> dict[str, Any]:
@@ -102,7 +108,7 @@ def _layer_types(path: Path, full: dict[str, Any]) -> list[str]:
                 f"{path}: sliding_window_pattern is {period!r}; it must be a positive integer"
             )
         return [_KINDS[(layer + 1) % period == 0] for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(_KINDS):
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in _KINDS for kind in kinds):
         raise ModelFileError(
             f"{path}: layer_types must name {num_layers} layers, each one of {', '.join(_KINDS)}; it is {kinds!r:.200}"
         )

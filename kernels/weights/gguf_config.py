@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.errors import ModelFileError
-from kernels.model_config import ModelConfig, RopeScaling
+from kernels.model_config import MAX_LAYERS, ModelConfig, RopeScaling
 from kernels.weights import gemma3_config
 from kernels.weights.gguf_file import GgufFile
 from kernels.weights.hugging_face import check_heads
@@ -40,7 +40,7 @@ def read_config(file: GgufFile, rope_factors: npt.NDArray[np.float32] | None) ->
             )
     config = ModelConfig(
         model_type=arch,
-        num_layers=keys.integer("block_count"),
+        num_layers=keys.num_layers(),
         hidden_size=hidden_size,
         intermediate_size=keys.integer("feed_forward_length"),
         num_heads=num_heads,
@@ -92,7 +92,7 @@ class _Keys:
         value = self.file.metadata.get(f"{self.arch}.{name}", default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ModelFileError(
-                f"{self.file.path}: {self.arch}.{name} is {value!r}; it must be a positive number"
+                f"{self.file.path}: {self.arch}.{name} is {value!r:.100}; it must be a positive number"
             )
         return float(value)
 
@@ -102,6 +102,14 @@ class _Keys:
             raise ModelFileError(f"{self.file.path}: {self.arch}.{name} is {value}; it must be an integer")
         return int(value)
 
+    def num_layers(self) -> int:
+        value = self.integer("block_count")
+        if value > MAX_LAYERS:
+            raise ModelFileError(
+                f"{self.file.path}: {self.arch}.block_count is {value}; the limit is {MAX_LAYERS}"
+            )
+        return value
+
     def optional_integer(self, name: str) -> int | None:
         value = self.file.metadata.get(f"{self.arch}.{name}")
         return None if value in (None, 0) else self.integer(name)
@@ -109,7 +117,7 @@ class _Keys:
 
 def _gemma3_fields(keys: _Keys) -> dict[str, Any]:
     """Read the window, which is all that files give; pattern, local theta and the 27B's scale are llama.cpp's."""
-    num_layers, num_heads = keys.integer("block_count"), keys.integer("attention.head_count")
+    num_layers, num_heads = keys.num_layers(), keys.integer("attention.head_count")
     hidden_size = keys.integer("embedding_length")
     window, period = (
         keys.integer("attention.sliding_window"),
@@ -128,7 +136,7 @@ def _other_fields(keys: _Keys) -> dict[str, Any]:
     fields: dict[str, Any] = {"qk_norm": keys.arch == "qwen3"}
     window = keys.optional_integer("attention.sliding_window")
     if window is not None:
-        fields["layer_windows"] = (window,) * keys.integer("block_count")
+        fields["layer_windows"] = (window,) * keys.num_layers()
     return fields
 
 
@@ -165,10 +173,12 @@ def _rope_scaling(
 
 def _llama3_scaling(keys: _Keys, head_dim: int, found: npt.NDArray[np.float32]) -> RopeScaling:
     """Recover the parameters that the factors were computed from, trying those of the published Llama 3.x models."""
-    for original in (8192, 4096, 2048):
+    usable = found.shape == (head_dim // 2,) and bool(np.isfinite(found).all()) and found.min() > 0
+    for original in (8192, 4096, 2048) if usable else ():
         scaling = RopeScaling("llama3", float(found.max()), 1.0, 4.0, original)
-        expected = llama3_factors(scaling, keys.number("rope.freq_base", 10000.0), head_dim)
-        if found.shape == expected.shape and np.allclose(found, expected, rtol=1e-3):
+        with np.errstate(all="ignore"):  # a base near zero or infinity, whose factors are none of these
+            expected = llama3_factors(scaling, keys.number("rope.freq_base", 10000.0), head_dim)
+        if np.allclose(found, expected, rtol=1e-3):
             return scaling
     raise ModelFileError(
         f"{keys.file.path}: the factors in rope_freqs.weight are not those of Llama 3's scaling"

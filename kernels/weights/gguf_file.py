@@ -79,7 +79,12 @@ class GgufFile:
         self.metadata: dict[str, Value]
         """Arrays of more than 1,024 entries stand as a LongArray."""
         self.metadata, num_tensors = cursor.header()
-        self.tensors = {info.name: info for info in (cursor.tensor_info() for _ in range(num_tensors))}
+        self.tensors: dict[str, TensorInfo] = {}
+        for _ in range(num_tensors):
+            info = cursor.tensor_info()
+            if info.name in self.tensors:
+                raise ModelFileError(f"{path}: tensor {info.name:.100} is given twice")
+            self.tensors[info.name] = info
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise ModelFileError(f"{path}: general.alignment is {alignment!r}; it must be a positive integer")
@@ -130,6 +135,8 @@ class _Cursor:
         metadata: dict[str, Value] = {}
         for _ in range(num_keys):
             key = self.string()
+            if key in metadata:
+                raise ModelFileError(f"{self._path}: key {key:.100} is given twice")
             metadata[key] = self.value(int(self.scalar(_U32)))
         return metadata, num_tensors
 
@@ -211,7 +218,11 @@ class _Cursor:
         name, num_dims = self.string(), int(self.scalar(_U32))
         if not 1 <= num_dims <= _MAX_DIMS:
             raise ModelFileError(
-                f"{self._path}: tensor {name} has {num_dims} dimensions; the limit is {_MAX_DIMS}"
+                f"{self._path}: tensor {name:.100} has {num_dims} dimensions; the limit is {_MAX_DIMS}"
             )
         dims = tuple(int(self.scalar(_U64)) for _ in range(num_dims))
+        if 0 in dims:
+            raise ModelFileError(
+                f"{self._path}: tensor {name:.100} is empty: its dimensions are {list(dims)}"
+            )
         return TensorInfo(name, dims, int(self.scalar(_U32)), int(self.scalar(_U64)))

@@ -1,5 +1,6 @@
 """Tensors of a GGUF file under Hugging Face names, dequantized row block by row block."""
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,6 +73,9 @@ class GgufTensors:
             file.check_extent(info, _num_bytes(file.path, info))
             if info.name != _ROPE_FACTORS:
                 name = _hugging_face_name(info.name, layer_names)
+                if name in self._infos:
+                    other = self._infos[name].name
+                    raise ModelFileError(f"{file.path}: tensors {other} and {info.name} are the same, {name}")
                 self._infos[name] = info
                 shapes[name] = tuple(reversed(info.dims))
         self.shapes: Mapping[str, tuple[int, ...]] = shapes
@@ -102,7 +106,9 @@ def _hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
 
 def _num_bytes(path: Path, info: TensorInfo) -> int:
     kind = _quantization(path, info)
-    return int(np.prod(info.dims[1:], dtype=np.int64)) * _row_bytes(path, info, kind)
+    return math.prod(info.dims[1:]) * _row_bytes(
+        path, info, kind
+    )  # of any size: NumPy's product wraps around
 
 
 def _quantization(path: Path, info: TensorInfo) -> GGMLQuantizationType:
@@ -131,7 +137,7 @@ def _row_bytes(path: Path, info: TensorInfo, kind: GGMLQuantizationType) -> int:
 def _dequantize(file: GgufFile, info: TensorInfo, dtype: torch.dtype) -> torch.Tensor:
     kind = _quantization(file.path, info)
     row_bytes, row_elements = _row_bytes(file.path, info, kind), info.dims[0]
-    num_rows = int(np.prod(info.dims[1:], dtype=np.int64))
+    num_rows = math.prod(info.dims[1:])
     out = torch.empty((num_rows, row_elements), dtype=dtype)
     chunk_rows = max(1, _CHUNK_ELEMENTS // row_elements)
     for row in range(0, num_rows, chunk_rows):

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from kernels.errors import ModelFileError
-from kernels.model_config import ModelConfig, RopeScaling
+from kernels.model_config import MAX_LAYERS, ModelConfig, RopeScaling
 from kernels.weights import gemma3_config, native_fields
 
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_SIZE = (1 << 31) - 1
+"""Of every size: rows and columns are int32 on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def read_config(folder: Path) -> ModelConfig:
     rope_theta, rope_scaling = _rope(path, raw)
     config = ModelConfig(
         model_type=model_type,
-        num_layers=_integer(path, raw, "num_hidden_layers"),
+        num_layers=_integer(path, raw, "num_hidden_layers", limit=MAX_LAYERS),
         hidden_size=hidden_size,
         intermediate_size=_integer(path, raw, "intermediate_size"),
         num_heads=num_heads,
@@ -67,7 +69,7 @@ def read_config(folder: Path) -> ModelConfig:
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=model_type == "qwen2",
         eos_token_ids=read_eos_token_ids(folder),
-        bos_token_id=raw.get("bos_token_id"),
+        bos_token_id=_bos_token_id(path, raw),
         **(gemma3_config.read_fields(path, raw) if is_gemma3 else _other_fields(path, raw)),
     )
     check_heads(path, config)
@@ -91,7 +93,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         if size > _MAX_CONFIG_BYTES:
             raise ModelFileError(f"{path} has {size} bytes; the limit is {_MAX_CONFIG_BYTES}")
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ModelFileError(f"{path} holds a {type(raw).__name__}; it must be an object")
@@ -99,20 +101,25 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _refuse_quantized(path: Path, raw: dict[str, Any]) -> None:
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
+    found = raw.get("quantization_config")
+    if found:
+        method = found.get("quant_method", "unknown") if isinstance(found, dict) else found
         raise ModelFileError(
-            f"{path}: quantization_config ({method}) is not supported; "
+            f"{path}: quantization_config ({method!s:.100}) is not supported; "
             "give an unquantized checkpoint or a GGUF file"
         )
 
 
-def _integer(path: Path, raw: dict[str, Any], name: str, *, default: int | None = None) -> int:
+def _integer(
+    path: Path, raw: dict[str, Any], name: str, *, default: int | None = None, limit: int = _MAX_SIZE
+) -> int:
     value = raw.get(name)
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelFileError(f"{path}: {name} is {value!r}; it must be a positive integer")
+        raise ModelFileError(f"{path}: {name} is {value!r:.100}; it must be a positive integer")
+    if value > limit:
+        raise ModelFileError(f"{path}: {name} is {value!r:.100}; the limit is {limit}")
     return value
 
 
@@ -120,9 +127,16 @@ def _number(path: Path, raw: dict[str, Any], name: str, *, default: float | None
     value = raw.get(name)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ModelFileError(f"{path}: {name} is {value!r}; it must be a positive number")
+    if not gemma3_config.is_positive(value):
+        raise ModelFileError(f"{path}: {name} is {value!r:.100}; it must be a positive number")
     return float(value)
+
+
+def _bos_token_id(path: Path, raw: dict[str, Any]) -> int | None:
+    value = raw.get("bos_token_id")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ModelFileError(f"{path}: bos_token_id is {value!r:.100}; it must be an id")
+    return value
 
 
 def _rope(path: Path, raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -156,7 +170,7 @@ def _other_fields(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {"qk_norm": raw["model_type"] == "qwen3"}
     if native_fields.uniform_window(raw) is not None:
         fields["layer_windows"] = (_integer(path, raw, "sliding_window"),) * _integer(
-            path, raw, "num_hidden_layers"
+            path, raw, "num_hidden_layers", limit=MAX_LAYERS
         )
     return fields
 
@@ -174,6 +188,8 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
         value = source.get("eos_token_id")
         found = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in found):
-            raise ModelFileError(f"{folder}: eos_token_id is {value!r}; it must be an id or a list of ids")
+            raise ModelFileError(
+                f"{folder}: eos_token_id is {value!r:.100}; it must be an id or a list of ids"
+            )
         ids.extend(token_id for token_id in found if token_id not in ids)
     return tuple(ids)

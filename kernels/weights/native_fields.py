@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from kernels.model_config import MAX_LAYERS
+
 _WINDOWS = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
@@ -116,7 +118,7 @@ def qwen_layer_types(raw: Mapping[str, Any]) -> list[Any]:
         return list(raw["layer_types"]) if isinstance(raw["layer_types"], list) else [raw["layer_types"]]
     full = with_defaults(raw)
     first, num_layers = full["max_window_layers"], full.get("num_hidden_layers")
-    if not isinstance(num_layers, int) or not isinstance(first, int):
+    if not isinstance(num_layers, int) or num_layers > MAX_LAYERS or not isinstance(first, int):
         return ["full_attention"]  # The reader of the number of layers reports what is wrong with it.
     has_window = full["use_sliding_window"] and full["sliding_window"] is not None
     return [

@@ -80,14 +80,20 @@ def _read_index(folder: Path) -> dict[str, str]:
             raise ModelFileError(f"{folder} holds neither {_SINGLE} nor {_INDEX}")
         return {}
     try:
-        found = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        files = {str(name) for name in found.values()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelFileError(f"{index} is no index of shards: {error!r}") from error
-    for name in sorted(files):
-        if (folder / name).parent != folder or not (folder / name).is_file():
-            raise ModelFileError(f"{index} names the shard {name!r}, which is not in {folder}")
-    return {name: str(file_name) for name, file_name in found.items()}
+        found: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ModelFileError(f"{index} is no index of shards: {error!r:.200}") from error
+    for name in found.values():
+        if not isinstance(name, str) or not _is_shard(folder, name):
+            raise ModelFileError(f"{index} names the shard {name!r:.100}, which is not in {folder}")
+    return found
+
+
+def _is_shard(folder: Path, name: str) -> bool:
+    try:
+        return (folder / name).parent == folder and (folder / name).is_file()
+    except OSError:  # a name that no file can have, such as one of 300 characters
+        return False
 
 
 def _open(path: Path) -> _Handle:
@@ -95,4 +101,4 @@ def _open(path: Path) -> _Handle:
         handle: _Handle = safe_open(path, framework="pt", device="cpu")
         return handle
     except (SafetensorError, OSError) as error:
-        raise ModelFileError(f"{path} is damaged or no safetensors file: {error}") from error
+        raise ModelFileError(f"{path} is damaged or no safetensors file: {error!s:.300}") from error

@@ -24,6 +24,7 @@ from service.stream.assemble import StreamAssembler
 from service.stream.control import request_cancel
 from service.stream.keys import JobKeys
 from service.stream.reader import Item, read_stream
+from service.waiting import cancellation_kept
 from service.wire import Result
 
 LINGER_MS = 5
@@ -126,9 +127,10 @@ class Client:
         if self._producer is None:
             raise RuntimeError("Client.publish needs `async with Client(...)`, and not kafka=False")
         try:
-            await self._producer.send_and_wait(
-                self.settings.jobs_topic, value, key=job_id.encode(), headers=list(headers)
-            )
+            with cancellation_kept():
+                await self._producer.send_and_wait(
+                    self.settings.jobs_topic, value, key=job_id.encode(), headers=list(headers)
+                )
         except (KafkaError, OSError) as error:
             raise DependencyError(f"job {job_id} could not be published: {_reason(error)}") from error
         self._num_published += 1
@@ -188,7 +190,8 @@ class Client:
         Redis forgets a job some time after its end (`stream_ttl_s`). Raises DependencyError when it does not answer.
         """
         try:
-            return await seen_before(self.redis, self.settings.namespace, job_id, value)
+            with cancellation_kept():
+                return await seen_before(self.redis, self.settings.namespace, job_id, value)
         except (RedisError, OSError) as error:
             raise DependencyError(f"job {job_id} could not be looked up: {_reason(error)}") from error
 
@@ -218,7 +221,8 @@ class Client:
         A job that has ended stays as it is. Raises DependencyError when Redis does not answer.
         """
         try:
-            await request_cancel(self.redis, job_id, namespace=self.settings.namespace)
+            with cancellation_kept():
+                await request_cancel(self.redis, job_id, namespace=self.settings.namespace)
         except (RedisError, OSError) as error:
             raise DependencyError(f"job {job_id} could not be cancelled: {_reason(error)}") from error
 
@@ -226,9 +230,12 @@ class Client:
         """Returns the result of a job that has ended; None while Redis or Kafka does not answer."""
         try:
             key = JobKeys.of(job_id, self.settings.namespace).meta
-            if await self.redis.hget(key, "ended") is None:
+            with cancellation_kept():
+                ended = await self.redis.hget(key, "ended")
+            if ended is None:
                 return None
-            return await self.lookup.find(job_id)
+            with cancellation_kept():
+                return await self.lookup.find(job_id)
         except (RedisError, KafkaError, OSError, TimeoutError):
             return None
 

@@ -17,7 +17,7 @@ class Delivery:
     """Grows with each assignment of this consumer. A completion from before the partition was lost is ignored."""
     key: bytes | None
     value: bytes | None
-    headers: tuple[tuple[str, bytes], ...]
+    headers: tuple[tuple[str, bytes | None], ...]
     timestamp_ms: int
 
 

@@ -23,14 +23,14 @@ def with_readable_header_names(data: bytes) -> bytes:
     """Returns the record batches uncompressed, with `?` for each non-ASCII byte of a header name that is not UTF-8.
 
     Everything else keeps its bytes. A batch of an older version has no headers; a truncated one at the end of a fetch
-    is passed on unchanged.
+    is passed on unchanged, and so is a damaged one, which aiokafka then refuses.
     """
     repaired = []
     position = 0
     while position + _FRAME.size <= len(data):
         _, length = _FRAME.unpack_from(data, position)
         end = position + _FRAME.size + length
-        if end > len(data):
+        if end > len(data) or length <= _MAGIC_AT - _FRAME.size:
             break
         batch = data[position:end]
         repaired.append(_repaired(batch) if batch[_MAGIC_AT] == 2 else batch)
@@ -39,7 +39,11 @@ def with_readable_header_names(data: bytes) -> bytes:
 
 
 def _repaired(batch: bytes) -> bytes:
+    if len(batch) < _RECORDS_AT:
+        return batch
     reader = RecordBatch(bytearray(batch))
+    if not reader.validate_crc():
+        return batch  # the new checksum would make it look sound
     reader._maybe_uncompress()
     records = bytearray(reader._buffer[reader._pos :])
     (num_records,) = struct.unpack_from(">i", batch, _NUM_RECORDS_AT)

@@ -68,7 +68,7 @@ class _Record:
     topic: str
     key: bytes | None
     value: bytes | None
-    headers: Sequence[tuple[str, bytes]]
+    headers: Sequence[tuple[str, bytes | None]]
     optional: bool
     wanted: Callable[[], bool]
     num_refusals: int = field(default=0, init=False)
@@ -119,7 +119,7 @@ class ResultProducer:
         topic: str,
         key: bytes | None,
         value: bytes | None,
-        headers: Sequence[tuple[str, bytes]] = (),
+        headers: Sequence[tuple[str, bytes | None]] = (),
         *,
         optional: bool = False,
         wanted: Callable[[], bool] = _always,

@@ -8,6 +8,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from service.errors import InternalError
 from service.stream.assemble import Fed, StreamAssembler
 from service.stream.connection import UNAVAILABLE
 from service.stream.keys import EVENT_FIELD, JobKeys
@@ -63,7 +64,8 @@ async def read_stream(
     """Yield every event once and in order, from the first one whenever the reader joins; a Verdict ends it.
 
     `assembler` is kept up to date, for the texts. A job that Redis does not know (yet) is waited for. Raises
-    TimeoutError after `idle_timeout_s` without an event. Leave early with `contextlib.aclosing`.
+    TimeoutError after `idle_timeout_s` without an event, InternalError for an entry or a message that is no event, and
+    ValueError for another job's. Leave early with `contextlib.aclosing`.
 
     Events are taken from the log of the client's own database; the live channel, which all databases of a server
     share, only announces new events, or carries the next event of an attempt that the log has shown.
@@ -170,12 +172,18 @@ class _Reader:
         while True:
             # Bytes or str, by the client's settings.
             page: list[Any] = await self._redis.xrange(self.keys.log, cursor, "+", count=_LOG_PAGE) or []
-            for _, fields in page:
-                event = fields.get(EVENT_FIELD.encode()) or fields[EVENT_FIELD]
-                events.append(parse_event(event if isinstance(event, bytes) else event.encode()))
+            events.extend(_event_of(fields) for _, fields in page)
             if len(page) < _LOG_PAGE:
                 return events
             cursor = "(" + _text(page[-1][0])
+
+
+def _event_of(fields: dict[Any, Any]) -> Event:
+    """Raises InternalError for an entry of the log that holds no event."""
+    event = fields.get(EVENT_FIELD.encode(), fields.get(EVENT_FIELD))
+    if event is None:
+        raise InternalError(f"event: an entry of the log has no field {EVENT_FIELD!r}")
+    return parse_event(event if isinstance(event, bytes) else event.encode())
 
 
 class _IdleLimit:

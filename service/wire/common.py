@@ -6,18 +6,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
+import orjson
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from service.errors import InternalError, JobError
 from service.wire import limits
 
-STRICT: Final = ConfigDict(strict=True, extra="forbid")
+STRICT: Final = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 Status = Literal["completed", "failed", "rejected", "expired", "cancelled"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=limits.MAX_INTEGER)]
+ChoiceIndex = Annotated[int, Field(ge=0, lt=limits.MAX_CHOICES)]
+"""Bounded, because readers make room for every choice up to it."""
 Id = Annotated[str, Field(pattern=limits.ID_PATTERN)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+_Shown = str | Annotated[int, Field(ge=-limits.MAX_INTEGER - 1, le=2 * limits.MAX_INTEGER + 1)] | float | None
 
 _BYTES: Final = re.compile(r"bytes:((?:\\x[0-9a-f]{2})+)\Z")
 MIN_LOGPROB: Final = -9999.0
@@ -44,8 +49,8 @@ class ErrorInfo:
     code: str
     message: str
     field: str | None = None
-    value: str | int | float | None = None
-    limit: str | int | float | None = None
+    value: _Shown = None
+    limit: _Shown = None
 
     @classmethod
     def of(cls, error: JobError) -> "ErrorInfo":
@@ -118,6 +123,18 @@ def text_sha256(pieces: Iterable[str]) -> str:
     for piece in pieces:
         hasher.update(piece.encode())
     return hasher.hexdigest()
+
+
+def as_written(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a free-form object. Raises ValueError for one that would change if it were written and read again: readers
+    of JSON take NaN and integers of any length, and its writers do not."""
+    try:
+        same = orjson.loads(orjson.dumps(value)) == value
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    if not same:
+        raise ValueError("a number is not finite")
+    return value
 
 
 def validated(adapter: TypeAdapter[Any], data: bytes, what: str) -> Any:

@@ -1,5 +1,6 @@
 """Dead letters: records that could not be run, with headers that say where each came from and why."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -8,7 +9,8 @@ from service.wire import limits
 
 HEADER_PREFIX = "tailrace-dl-"
 
-Headers = list[tuple[str, bytes]]
+Headers = list[tuple[str, bytes | None]]
+"""Kafka allows a header without a value, which is not an empty one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ def _bounded(text: str) -> bytes:
 class DeadLetter:
     key: bytes | None
     value: bytes | None
-    headers: tuple[tuple[str, bytes], ...]
+    headers: tuple[tuple[str, bytes | None], ...]
     """The original record's headers."""
     origin: Origin
 
@@ -54,8 +56,18 @@ class DeadLetter:
         return self.key, self.value, list(self.headers)
 
 
+def _integer(name: str, text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise InternalError(f"{name}: {text[: limits.MAX_SHOWN_CHARS]!r} is not an integer") from None
+    if abs(number) > limits.MAX_INTEGER:
+        raise InternalError(f"{name}: {text[: limits.MAX_SHOWN_CHARS]!r} is not an integer of 64 bits")
+    return number
+
+
 def parse_dead_letter(
-    key: bytes | None, value: bytes | None, headers: list[tuple[str, bytes]] | tuple[tuple[str, bytes], ...]
+    key: bytes | None, value: bytes | None, headers: Sequence[tuple[str, bytes | None]]
 ) -> DeadLetter:
     """Read a record of the dead-letter topic. Raises InternalError when its last headers are not ours.
 
@@ -68,9 +80,8 @@ def parse_dead_letter(
         raise InternalError(f"headers: {found or 'none'} do not end in {names[0]} … {names[-1]}")
     values: dict[str, Any] = {}
     for part, (name, data) in zip(fields(Origin), own, strict=True):
+        if data is None:
+            raise InternalError(f"{name}: null is no value of a dead letter's header")
         text = data.decode(errors="replace")
-        try:
-            values[part.name] = int(text) if part.type in (int, "int") else text
-        except ValueError:
-            raise InternalError(f"{name}: {text[: limits.MAX_SHOWN_CHARS]!r} is not an integer") from None
+        values[part.name] = _integer(name, text) if part.type in (int, "int") else text
     return DeadLetter(key, value, tuple(headers[: -len(names)]), Origin(**values))

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from service.errors import JobError
 from service.wire import limits, openai_batch
 from service.wire.job import JOB_FIELDS, Job
-from service.wire.refusals import describe, job_error, path_name
+from service.wire.refusals import describe, job_error, path_name, shown_name
 
 BOM = b"\xef\xbb\xbf"
 """UTF-8's byte order mark, which some editors put at the start of a file."""
@@ -184,9 +184,10 @@ def _refuse_duplicate_keys(document: dict[str, Any], value: bytes, job_id: str) 
     try:
         json.loads(value, object_pairs_hook=collect)
     except (ValueError, RecursionError):
-        return  # orjson read it, so only the depth of free-form parts is left, and that is refused by field
+        # Nothing in the document is as deep, so what is has lost its place to a later value of the same field.
+        repeated.append("value")
     if repeated:
-        name = repeated[0][: limits.MAX_SHOWN_CHARS]
+        name = shown_name(repeated[0])
         raise JobError(
             "duplicate_key", f"{name}: given more than once in one object; the limit is 1", field=name,
             value="given more than once", limit=1, job_id=job_id,

@@ -11,6 +11,7 @@ from pydantic import Field, TypeAdapter
 
 from service.wire.common import (
     STRICT,
+    ChoiceIndex,
     Count,
     ErrorInfo,
     FinishReason,
@@ -21,7 +22,7 @@ from service.wire.common import (
     Usage,
     validated,
 )
-from service.wire.limits import WIRE_VERSION
+from service.wire.limits import MAX_CHOICES, MAX_INTEGER, WIRE_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Start:
 
     id: Id
     epoch: Count
-    resumed_tokens: tuple[Count, ...]
+    resumed_tokens: Annotated[tuple[Count, ...], Field(max_length=MAX_CHOICES)]
     """For each choice, how many tokens of earlier epochs are kept; this epoch's deltas continue after them."""
     attempt: Count = 0
     worker: str = ""
@@ -53,7 +54,7 @@ class Delta:
     id: Id
     epoch: Count
     seq: Count
-    index: Count
+    index: ChoiceIndex
     text: str
     token_ids: tuple[Count, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
@@ -75,9 +76,9 @@ class End:
     finish_reason: FinishReason | None
     """The finish reason of choice 0; the result has those of the others. None when no choice began."""
     usage: Usage
-    events: Annotated[int, Field(ge=1)]
+    events: Annotated[int, Field(ge=1, le=MAX_INTEGER)]
     """Number of events of this epoch, this one included: `seq + 1`."""
-    text_sha256: tuple[Sha256, ...]
+    text_sha256: Annotated[tuple[Sha256, ...], Field(max_length=MAX_CHOICES)]
     """For each choice, the hash of the text of all epochs."""
     error: ErrorInfo | None = None
     kind: Literal["end"] = "end"

@@ -231,7 +231,8 @@ def _joined_parts(value: Any) -> Any:
 def _text_of_part(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if kind not in ("text", "refusal"):
-        shown = str(kind)[: limits.MAX_SHOWN_CHARS]
+        # Of anything but a string only the type: Python cannot write a list of a thousand levels.
+        shown = kind[: limits.MAX_SHOWN_CHARS] if isinstance(kind, str) else type(kind).__name__
         raise refusal(f"part of type {shown!r} is not supported; only text is", limit="text")
     given = {name for name, value in part.items() if value is not None}
     if given != {"type", kind} or not isinstance(part[kind], str):

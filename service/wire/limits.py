@@ -9,6 +9,9 @@ WIRE_VERSION: Final = 1
 # parses in about 2 ms.
 MAX_RECORD_BYTES: Final = 1 << 20
 
+MAX_INTEGER: Final = (1 << 63) - 1
+"""Of counts in events and results. Offsets of Kafka and epochs are of 64 bits, and orjson writes no larger integer."""
+
 # Long enough for two UUIDs and a prefix (2 × 36 + 56); short enough for Redis keys and log lines.
 MAX_ID_CHARS: Final = 128
 ID_PATTERN: Final = rf"^[A-Za-z0-9._:-]{{1,{MAX_ID_CHARS}}}$"

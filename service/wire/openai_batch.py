@@ -13,7 +13,7 @@ from service.wire import limits
 from service.wire.common import TokenLogprob, TopLogprob, distinct_names, token_bytes
 from service.wire.job import JOB_FIELDS, Job
 from service.wire.openai_fields import REQUEST_FIELDS, is_empty
-from service.wire.refusals import describe, job_error, unknown_field
+from service.wire.refusals import describe, job_error, shown_name, unknown_field
 from service.wire.result import Choice, Result
 
 CHAT_URL = "/v1/chat/completions"
@@ -71,7 +71,7 @@ def job_of_line(line: dict[str, Any], job_id: str | None) -> Job:
     line = {name: value for name, value in line.items() if value is not None or name == "custom_id"}
     unknown = next((name for name in line if name not in LINE_FIELDS), None)
     if unknown is not None:
-        field = unknown[: limits.MAX_SHOWN_CHARS]
+        field = shown_name(unknown)
         raise JobError(
             "unknown_field", f"{field}: unknown field of a batch line", field=field,
             value=describe(line[unknown], private=True), limit=", ".join(LINE_FIELDS), job_id=job_id,
@@ -107,7 +107,7 @@ def _job_of_body(custom_id: str, url: str, body: dict[str, Any], job_id: str | N
     fields = {name: value for name, value in body.items() if not _is_absent(name, value)}
     unknown = next((name for name in fields if name not in BODY_FIELDS[url]), None)
     if unknown is not None:
-        field = f"body.{unknown[: limits.MAX_SHOWN_CHARS]}"
+        field = f"body.{shown_name(unknown)}"
         reason, limit = unknown_field(field, BODY_FIELDS[url])
         raise JobError(
             "unknown_field", f"{field}: {reason}", field=field,

@@ -51,9 +51,19 @@ def describe(value: Any, *, private: bool = False) -> str | int | float:
     return f"{kind} of {len(value)} entries"
 
 
-def field_name(location: Iterable[int | str]) -> str:
-    """Return the path of a refused field, without the response format's tag, which pydantic adds to it."""
+def shown_name(name: str) -> str:
+    """Return a field's name so that a message may repeat it and JSON can write it: half a surrogate pair is text for
+    Python, and the empty name is one for JSON."""
+    name = name[: limits.MAX_SHOWN_CHARS]
+    return name.encode("utf-8", errors="replace").decode() or '""'
+
+
+def field_name(location: Iterable[int | str], *, unknown: bool = False) -> str:
+    """Return the path of a refused field, without what pydantic adds to it: the response format's tag, and a mark
+    behind a name that is wrong itself. An `unknown` field may be called like this mark."""
     parts = list(location)
+    if parts and parts[-1] == "[key]" and not unknown:
+        del parts[-1]
     if len(parts) > 1 and parts[0] == "response_format" and parts[1] in FORMAT_TYPES:
         del parts[1]
     return path_name(parts)
@@ -65,8 +75,8 @@ def path_name(path: Iterable[int | str]) -> str:
     for part in path:
         if isinstance(part, int):
             name += f"[{part}]"
-        elif part != "[key]":
-            name += f".{part}" if name else part
+        else:
+            name += f".{shown_name(part)}" if name else shown_name(part)
     return name if len(name) <= limits.MAX_ID_CHARS else name[: limits.MAX_ID_CHARS] + "…"
 
 
@@ -120,6 +130,7 @@ _EXPLAIN: Mapping[str, Callable[[Any, Mapping[str, Any]], tuple[str, Any]]] = {
         f"{shown} does not match {ctx['pattern']}",
         ctx["pattern"],
     ),
+    "string_unicode": lambda shown, _: (f"{shown} holds half a surrogate pair", "Unicode"),
     "missing": lambda _, __: ("missing; it is required", "required"),
     "tailrace": lambda _, ctx: (ctx["reason"], ctx["limit"]),
 }
@@ -129,7 +140,8 @@ def job_error(error: ValidationError, *, known: Iterable[str], job_id: str | Non
     """Return the first error of a validation as the error that ends the job."""
     detail = error.errors(include_url=False)[0]
     kind, location, context = detail["type"], detail["loc"], detail.get("ctx", {})
-    field = field_name(location) + (".type" if kind.startswith("union_tag_") else "")
+    field = field_name(location, unknown=kind == "extra_forbidden")
+    field += ".type" if kind.startswith("union_tag_") else ""
     in_private = "role" not in location and not _PRIVATE_FIELDS.isdisjoint(location)
     private = kind == "extra_forbidden" or in_private
     shown = "missing" if kind == "missing" else describe(detail["input"], private=private)
@@ -149,5 +161,6 @@ def job_error(error: ValidationError, *, known: Iterable[str], job_id: str | Non
         reason, limit = f"{shown}: {detail['msg']}", kind
     if not field and kind == "tailrace":
         field, shown = context["field"], context["value"]
+    field = field or "value"
     message = f"{field}: {reason}"
     return JobError(code, message, field=field, value=shown, limit=limit, job_id=job_id)

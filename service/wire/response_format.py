@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from service.wire import limits
 from service.wire.fields import StrictModel, bounded, free_form
@@ -42,8 +42,16 @@ class ChoiceFormat(StrictModel):
     ]
 
 
+def _plain_type(value: Any) -> Any:
+    """Put its name in place of a type that is a list or an object: pydantic would write it out, at any depth."""
+    if isinstance(value, dict) and isinstance(value.get("type"), (list, dict)):
+        return {**value, "type": type(value["type"]).__name__}
+    return value
+
+
 ResponseFormat = Annotated[
     TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat | ChoiceFormat,
     Field(discriminator="type"),
+    BeforeValidator(_plain_type),
 ]
 FORMAT_TYPES = ("text", "json_object", "json_schema", "regex", "choice")

@@ -1,13 +1,14 @@
 """The outcome of a job, as written to the results topic."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from service.wire.common import (
     STRICT,
+    ChoiceIndex,
     Count,
     ErrorInfo,
     FinishReason,
@@ -15,16 +16,17 @@ from service.wire.common import (
     Status,
     TokenLogprob,
     Usage,
+    as_written,
     validated,
 )
-from service.wire.limits import WIRE_VERSION
+from service.wire.limits import MAX_CHOICES, WIRE_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     __pydantic_config__ = STRICT
 
-    index: Count
+    index: ChoiceIndex
     text: str
     finish_reason: FinishReason | None
     token_ids: tuple[Count, ...] | None = None
@@ -65,12 +67,12 @@ class Result:
     status: Status
     attempt: Count
     worker: str
-    choices: tuple[Choice, ...] = ()
+    choices: Annotated[tuple[Choice, ...], Field(max_length=MAX_CHOICES)] = ()
     usage: Usage = Usage()  # noqa: RUF009 - frozen, so it may be shared
     timings: Timings = Timings()
     slo: SloOutcome = SloOutcome()
     error: ErrorInfo | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Any], AfterValidator(as_written)] | None = None
     """The job's metadata, unchanged."""
     custom_id: str | None = None
     """The batch line's custom_id, unchanged; the job's id derives from it where it is not a valid id itself."""

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from kernels.errors import ModelFileError
+from kernels.weights.safetensors_folder import SafetensorsFolder
 from tests.kernels.tiny import load, make_model, save
 
 
@@ -119,6 +120,22 @@ def test_index_pointing_out_of_the_folder_is_refused(folder: Path) -> None:
 
     with pytest.raises(ModelFileError, match=r"\.\./model/model\.safetensors"):
         load(folder)
+
+
+@pytest.mark.parametrize("shard", ["x" * 300, "", ".", "a\x00b", 5, None, ["a"]])
+def test_a_shard_that_no_file_can_be_is_refused(shard: object, folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(ModelFileError, match="names the shard"):
+        SafetensorsFolder(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 2000 + "]" * 2000, '{"weight_map": 5}', '{"weight_map": [[1]]}', "\ud800"]
+)
+def test_an_index_that_is_none_is_refused(text: str, folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(ModelFileError, match="is no index of shards"):
+        SafetensorsFolder(folder)
 
 
 def test_truncated_file_is_refused(folder: Path) -> None:

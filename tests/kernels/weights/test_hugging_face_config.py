@@ -18,6 +18,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+GEMMA = {"model_type": "gemma3_text"}
 
 
 def test_rope_of_transformers_4_and_5(tmp_path: Path) -> None:
@@ -66,6 +67,16 @@ def test_rope_scaling_kinds(fields: dict[str, Any], scaling: RopeScaling | None,
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
         ({"eos_token_id": "end"}, "eos_token_id is 'end'"),
+        ({"bos_token_id": [1]}, r"bos_token_id is \[1\]; it must be an id"),
+        ({"quantization_config": 5}, r"quantization_config \(5\) is not supported"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; the limit is 1024"),
+        ({"model_type": "qwen2", "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; the limit"),
+        ({"hidden_size": 10**400}, "hidden_size is 1000.*; the limit is 2147483647"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*; it must be a positive number"),
+        ({**GEMMA, "rope_parameters": {"sliding_attention": 5}}, "sliding_attention must be an object"),
+        ({**GEMMA, "rope_parameters": {"full_attention": [5]}}, "full_attention must be an object"),
+        ({**GEMMA, "layer_types": [[], {}]}, "layer_types must name 2 layers"),
+        ({**GEMMA, "query_pre_attn_scalar": 10**400}, "query_pre_attn_scalar is 1000"),
     ],
 )
 def test_unusable_config_names_field_and_value(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -73,7 +84,7 @@ def test_unusable_config_names_field_and_value(fields: dict[str, Any], message: 
         read_config(write_config(tmp_path, **fields))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00", "[" * 2000 + "]" * 2000])
 def test_config_that_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
 

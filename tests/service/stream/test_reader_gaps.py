@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
+from service.errors import InternalError
 from service.stream.keys import JobKeys
-from service.stream.reader import Gap
+from service.stream.reader import Gap, read_stream
 from service.wire.event import Delta, Event, Start, encode_event
 from tests.service.stream.one_job import JOB, begin_and_follow, seen, write
 from tests.support.redis import RedisServer
@@ -143,3 +144,10 @@ async def test_hazard_a_log_ahead_of_the_channel_was_taken_for_one_that_starts_o
         await followed.until(seen(7))
         assert followed.gaps == []
         assert followed.events == [*first, *second]
+
+
+async def test_a_log_entry_without_an_event_is_an_error_that_says_so(redis_server: RedisServer) -> None:
+    async with Redis.from_url(redis_server.url) as redis:
+        await redis.xadd(JobKeys.of(JOB).log, {"other": "x"})
+        with pytest.raises(InternalError, match="no field 'event'"):
+            await anext(read_stream(redis, JOB))

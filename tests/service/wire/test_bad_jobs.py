@@ -223,3 +223,44 @@ def test_seconds_until_the_deadline_need_a_timestamp() -> None:
     with pytest.raises(JobError, match="deadline: seconds count from the record's timestamp"):
         parse({**GOOD, "deadline": 5}, timestamp_ms=-1)
     assert parse(GOOD, timestamp_ms=-1).deadline is None
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ('{"id":"a","prompt":"x","":1}', '""'),
+        ('{"id":"a","prompt":"x","[key]":1}', "[key]"),
+        ('{"id":"a","prompt":"x","slo":{"":1}}', 'slo.""'),
+        ('{"id":"a","prompt":"x","metadata":{"":1,"":2}}', '""'),
+        (r'{"id":"a","prompt":"x","\ud800":NaN}', "value"),
+        (r'{"custom_id":"a","url":"/v1/completions","\ud800":NaN}', "?"),
+        (r'{"custom_id":"a","url":"/v1/completions","body":{"prompt":"x","\ud800":NaN}}', "body.?"),
+        ('{"custom_id":"a","url":"/v1/completions","body":{"prompt":"x","":1}}', 'body.""'),
+    ],
+)
+def test_a_name_that_is_empty_or_half_a_surrogate_pair_can_be_written(text: str, field: str) -> None:
+    error = error_of(text.encode())
+    assert error.field == field
+    orjson.dumps([error.message, error.field, error.value, error.limit])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            '"messages":[{"role":"user","content":[{"type":%s}]}]',
+            "messages[0].content: part of type 'list' is",
+        ),
+        ('"prompt":"x","response_format":{"type":%s}', "response_format.type: 'list' is not one of"),
+    ],
+)
+def test_a_type_of_a_thousand_levels_is_not_written_out(fields: str, message: str) -> None:
+    error = error_of(b'{"id":"a",' + fields.encode() % (b"[" * 1000 + b"]" * 1000) + b"}")
+    assert error.message.startswith(message)
+
+
+def test_a_duplicate_is_refused_although_the_value_that_is_lost_is_too_deep_to_be_read() -> None:
+    deep = b'{"a":' * 1000 + b"1" + b"}" * 1000
+    error = error_of(b'{"id":"a","prompt":' + deep + b',"prompt":"x"}')
+    assert (error.code, error.field) == ("duplicate_key", "value")

@@ -144,3 +144,34 @@ def test_dead_letter_gives_the_original_back_whatever_its_headers(
 def test_record_without_our_headers_is_no_dead_letter() -> None:
     with pytest.raises(InternalError, match="tailrace-dl-topic"):
         parse_dead_letter(None, b"", [("x", b"")])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("seq", "18446744073709551616"), ("epoch", "9223372036854775808"), ("index", "16"), ("logprobs", "NaN")],
+)
+def test_a_number_that_we_never_write_is_no_event(field: str, value: str) -> None:
+    """An index of billions would make every reader hold as many choices."""
+    event = encode_event(Delta("j", 1, 4, 3, "x", (9,), LOGPROBS))
+    old = {"seq": b'"seq":4', "epoch": b'"epoch":1', "index": b'"index":3', "logprobs": b'"logprob":-0.25'}[
+        field
+    ]
+    changed = event.replace(old, old.split(b":")[0] + b":" + value.encode())
+    assert changed != event
+    with pytest.raises(InternalError, match=field):
+        parse_event(changed)
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e999", "9" * 30])
+def test_a_result_whose_metadata_cannot_be_written_again_is_refused(number: str) -> None:
+    data = Result("j", "completed", 1, "w", metadata={"k": [1]}).encode()
+    with pytest.raises(InternalError, match="metadata"):
+        parse_result(data.replace(b'{"k":[1]}', b'{"k":[' + number.encode() + b"]}"))
+
+
+@pytest.mark.parametrize("data", [None, b"9223372036854775808", b"9" * 2000, b"1.5", b""])
+def test_a_header_that_is_no_integer_of_64_bits_is_no_dead_letter(data: bytes | None) -> None:
+    origin = Origin("tailrace.jobs", 3, 7, 1700000000000, 2, "invalid_json", "m")
+    headers = dict(DeadLetter(None, None, (), origin).record_headers()) | {"tailrace-dl-offset": data}
+    with pytest.raises(InternalError, match="tailrace-dl-offset"):
+        parse_dead_letter(None, None, list(headers.items()))
