@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import logging
+import shlex
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from tests.faults.harness.catalogue import FAULTS
 from tests.faults.harness.directed import CONTROLS, Scene, all_scenes
+from tests.faults.harness.report import report
 from tests.faults.harness.runs import Outcome, quantile
 from tests.faults.harness.suite import Suite, Task, fault_task, quick_tasks, scene_task
 
@@ -32,6 +34,7 @@ def main() -> int:
         "--control-runs", type=int, default=1, help="runs without each mechanism (default: 1)"
     )
     parser.add_argument("--keep", type=Path, help="folder for logs of runs that did not go as they should")
+    parser.add_argument("--report", type=Path, help="write the figures to this page")
     parser.add_argument("--json", action="store_true", help="print figures of all faults at the end, as JSON")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)  # aiokafka's, about the servers that the faults stop
@@ -66,16 +69,18 @@ def _tasks(arguments: argparse.Namespace) -> list[Task]:
 async def _run(tasks: list[Task], arguments: argparse.Namespace) -> int:
     pairs: list[tuple[Task, Outcome]] = []
 
-    def report(task: Task, outcome: Outcome) -> None:
+    def note(task: Task, outcome: Outcome) -> None:
         pairs.append((task, outcome))
         if not arguments.json:
             _print_one(task, outcome)
 
     async with Suite(parallel=arguments.parallel, keep=arguments.keep) as suite:
-        await suite.run(tasks, report)
+        await suite.run(tasks, note)
     rows = _rows(pairs)
     if arguments.json:
         print(json.dumps(rows, indent=1))
+    if arguments.report is not None:
+        arguments.report.write_text(report(rows, shlex.join(["ops/faults", *sys.argv[1:]])))
     wrong = [row for row in rows if _is_wrong(row)]
     for row in wrong:
         print(f"NOT AS IT SHOULD BE: {row}", file=sys.stderr)

@@ -1,4 +1,7 @@
-"""kill -9 in the middle: no job lost, none answered twice, no stream with a hole, and the same text."""
+"""kill -9 in the middle, with a real model: no job lost, none answered twice, no stream with a hole, and the same text.
+
+The fault suite does the same with the deterministic engine.
+"""
 
 import pytest
 
@@ -11,52 +14,36 @@ pytestmark = [pytest.mark.kafka, pytest.mark.redis]
 
 NUM_JOBS = 60
 
-ENGINES = {
-    "deterministic": ({"deterministic_step_ms": "20", "max_num_seqs": "16"}, 75, 20),
-    "deterministic-ahead": (
-        {"deterministic_step_ms": "20", "max_num_seqs": "16", "async_scheduling": "on"},
-        75,
-        20,
-    ),
-    "smollm2": (
-        {"engine": "model", "num_threads": "1", "max_num_seqs": "16", "kv_cache_bytes": str(128 << 20)},
-        40,
-        8,
-    ),
-}
-"""Settings, shortest output in tokens, and how far a stream has to be when its worker is killed."""
+ENGINE = {"engine": "model", "num_threads": "1", "max_num_seqs": "16", "kv_cache_bytes": str(128 << 20)}
+MIN_TOKENS = 40
+TOKENS_BEFORE = 8
+"""How far a stream has to be when its worker is killed."""
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        "deterministic",
-        "deterministic-ahead",
-        pytest.param("smollm2", marks=[pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]),
-    ],
-)
-async def test_kill_nine_one_of_two_workers_in_the_middle_of_sixty_jobs(
-    engine: str, kafka: KafkaBroker, redis_server: RedisServer
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_kill_nine_one_of_two_workers_of_smollm2_in_the_middle_of_sixty_jobs(
+    kafka: KafkaBroker, redis_server: RedisServer
 ) -> None:
-    overrides, min_tokens, tokens_before = ENGINES[engine]
     service = await new_service(kafka, redis_server, partitions=8)
     jobs = [
         {
             "id": f"job-{i}",
             "prompt": f"Question {i}: why is the sky blue?",
-            "max_tokens": min_tokens + i,
+            "max_tokens": MIN_TOKENS + i,
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
         }
         for i in range(NUM_JOBS)
     ]
-    victim = service.spawn(worker_id="victim", **overrides)
-    survivor = service.spawn(worker_id="survivor", **overrides)
+    victim = service.spawn(worker_id="victim", **ENGINE)
+    survivor = service.spawn(worker_id="survivor", **ENGINE)
     try:
         await serving_worker(service, "victim", "survivor")
         await service.publish(jobs)
-        await service.first_job_of("victim", [job["id"] for job in jobs], tokens=tokens_before)
+        await service.first_job_of("victim", [job["id"] for job in jobs], tokens=TOKENS_BEFORE)
         victim.kill()
         results = await service.wait_for_results([job["id"] for job in jobs], limit_s=300)
         streams = {job_id: await service.read(job_id) for job_id in results}
@@ -75,9 +62,9 @@ async def test_kill_nine_one_of_two_workers_in_the_middle_of_sixty_jobs(
     taken_over = [job["id"] for job in jobs if results[job["id"]].attempt == 2]
     assert {results[job_id].worker for job_id in taken_over} == {"survivor"}
     resumed = max(streams[job_id].resumed[0] for job_id in taken_over)
-    assert resumed >= tokens_before, "the survivor began again, it did not continue"
+    assert resumed >= TOKENS_BEFORE, "the survivor began again, it did not continue"
 
-    async with running_worker(service.settings(**overrides | {"deterministic_step_ms": "0"})):
+    async with running_worker(service.settings(**ENGINE)):
         again = [job | {"id": f"undisturbed-{job['id']}"} for job in jobs]
         await service.publish(again)
         undisturbed = await service.wait_for_results([job["id"] for job in again], limit_s=300)

@@ -51,48 +51,6 @@ async def test_a_worker_that_starts_without_kafka_and_redis_waits_and_serves_whe
     assert results["early"].status == "completed"
 
 
-async def test_redis_lost_with_all_its_memory_in_the_middle_of_jobs(
-    kafka: KafkaBroker, redis_server: RedisServer
-) -> None:
-    service = await new_service(kafka, redis_server)
-    jobs = [{"id": f"job-{i}", "prompt": f"q {i}", "max_tokens": 300} for i in range(8)]
-    async with running_worker(service.settings(deterministic_step_ms="5")) as worker:
-        await service.publish(jobs)
-        await service.wait_for_tokens("job-0", 20)
-        redis_server.stop()
-        await eventually(lambda: "redis" in worker.readiness.reasons(), "the worker says that Redis is away")
-        redis_server.start()
-        results = await service.wait_for_results([job["id"] for job in jobs])
-        streams = {job_id: await service.read(job_id) for job_id in results}
-    for job_id, result in results.items():
-        assert result.status == "completed"
-        assert len(service.results[job_id]) == 1
-        assert result.usage.completion_tokens == 300
-        # The events before the loss are gone for good; the reader is told instead of shown a whole text.
-        stream = streams[job_id]
-        assert not stream.verdict.complete
-        assert stream.gaps or stream.verdict.problems
-
-
-async def test_kafka_restarts_in_the_middle_of_jobs(kafka: KafkaBroker, redis_server: RedisServer) -> None:
-    service = await new_service(kafka, redis_server)
-    jobs = [{"id": f"job-{i}", "prompt": f"q {i}", "max_tokens": 200} for i in range(8)]
-    async with running_worker(service.settings(deterministic_step_ms="5")):
-        await service.publish(jobs)
-        await service.wait_for_tokens("job-0", 20)
-        await asyncio.to_thread(kafka.kill)
-        await asyncio.to_thread(kafka.start)
-        results = await service.wait_for_results([job["id"] for job in jobs], limit_s=90)
-        streams = {job_id: await service.read(job_id) for job_id in results}
-        await service.publish([{"id": "after", "prompt": "x", "max_tokens": 5}])
-        assert (await service.wait_for_results(["after"]))["after"].status == "completed"
-    for job_id, result in results.items():
-        assert result.status == "completed"
-        assert {record.choices for record in service.results[job_id]} == {result.choices}
-        assert streams[job_id].verdict.complete
-        assert streams[job_id].text == result.choices[0].text
-
-
 async def test_a_slow_redis_delays_the_streams_but_not_the_steps(
     kafka: KafkaBroker, redis_server: RedisServer
 ) -> None:
