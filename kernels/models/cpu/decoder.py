@@ -14,7 +14,7 @@ from kernels.models.cpu.step_layout import WORK, AttentionPlanner, AttentionWork
 from kernels.models.decoder_weights import rounded_embedding_scale
 from kernels.ops.cpu.features import cpu_kernels_supported
 from kernels.ops.cpu.precompile import precompile
-from kernels.ops.cpu.tasks import END_STAMP, PHASE_BYTES, START_STAMP, run_on_threads
+from kernels.ops.cpu.tasks import END_STAMP, PHASE_BYTES, START_STAMP
 from kernels.ops.linear import cpu as linear_kernel
 from kernels.ops.linear.cpu import GELU_MUL, SILU_MUL
 from kernels.ops.paged_attention.cpu import scratch_bytes
@@ -205,7 +205,7 @@ class FusedDecoder:
         # NumPy, because torch would wake its threads to clear 40 KB and wait for them.
         self._counters.fill(0)
         self._step.set("num_started", 0)
-        run_on_threads(fused_step.work, self._step.address, self._num_threads)
+        fused_step.work.on_threads(self._step.address, self._num_threads)
         del work  # its arrays were read by address
         return logits
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numba as _numba
+import torch
 from llvmlite import ir
 from numba.extending import intrinsic as numba_intrinsic
 
@@ -58,6 +59,31 @@ class CompiledFunction:
 
     def __call__(self, *arguments: int) -> None:
         self._callable(*arguments)
+
+    def on_threads(self, argument: int, num_threads: int) -> None:
+        """Call the one-argument function on `num_threads` threads at once, this one included; the GIL is released.
+
+        Fewer threads may run: the work is shared so that this only costs time. The threads are those of the OpenMP
+        library that torch runs on: idle threads of a pool of our own would spin on the cores that torch needs.
+        """
+        parallel = _gomp_parallel()
+        if parallel is None or num_threads == 1:
+            self(argument)
+        else:
+            parallel(self.address, argument, num_threads, 0)
+
+
+@cache
+def _gomp_parallel() -> Any:
+    """GCC's entry point for a parallel region (LLVM's and Intel's OpenMP have it too), None if torch has none."""
+    try:
+        # The symbol is looked up through torch's own library, because another OpenMP may be loaded as well.
+        function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    function.restype = None
+    return function
 
 
 def compiled_function(function: Callable[..., None]) -> CompiledFunction:

@@ -5,15 +5,8 @@ other thread: no barrier can deadlock, and a thread whose core is busy with some
 Counters are int64, two per phase, each on a cache line of its own, zero when the region starts.
 """
 
-import ctypes
-from functools import cache
-from pathlib import Path
-from typing import Any
-
-import torch
-
 from kernels.ops.cpu.intrinsics import cycles, fetch_add, i64, load_acquire, pause
-from kernels.ops.cpu.jit import CompiledFunction, jit_inline, types
+from kernels.ops.cpu.jit import jit_inline, types
 
 PHASE_BYTES = 128
 START_STAMP, END_STAMP = 16, 8
@@ -45,29 +38,3 @@ def wait(phase: int, num_tiles: int) -> None:
         spins += 1
         if spins > _SPINS_BEFORE_YIELD:
             _sched_yield()
-
-
-def run_on_threads(function: CompiledFunction, argument: int, num_threads: int) -> None:
-    """Call the one-argument function on `num_threads` threads at once, this one included; the GIL is released.
-
-    Fewer threads may run: the work is shared so that this only costs time. The threads are those of the OpenMP
-    library that torch runs on: idle threads of a pool of our own would spin on the cores that torch needs.
-    """
-    parallel = _gomp_parallel()
-    if parallel is None or num_threads == 1:
-        function(argument)
-    else:
-        parallel(function.address, argument, num_threads, 0)
-
-
-@cache
-def _gomp_parallel() -> Any:
-    """GCC's entry point for a parallel region (LLVM's and Intel's OpenMP have it too), None if torch has none."""
-    try:
-        # The symbol is looked up through torch's own library, because another OpenMP may be loaded as well.
-        function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    function.restype = None
-    return function
