@@ -3,8 +3,10 @@ and points armed before it begins."""
 
 import asyncio
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +71,7 @@ def _serve(
     environ: dict[str, str], log: str, without: Sequence[str], armed: Sequence[Armed], socket: str
 ) -> None:
     """Runs in the new process; the names of all TAILRACE_ variables come from `environ` alone."""
+    threading.Thread(target=_end_with_the_run, daemon=True).start()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -85,6 +88,14 @@ def _serve(
         _die_at(killer)
     install(armed, socket)
     serve(embedded=False)
+
+
+def _end_with_the_run() -> None:
+    """No worker outlives the process that started it, however that ended."""
+    run = multiprocessing.parent_process()
+    assert run is not None
+    multiprocessing.connection.wait([run.sentinel])
+    os._exit(1)
 
 
 def _set_clock(offset_s: float) -> None:
