@@ -12,7 +12,7 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class KafkaConfig:
-    """Fields without a default come from the settings, mostly under the same name."""
+    """Fields without a default come from the settings, most of them under the same name."""
 
     kafka_bootstrap: str
     group_id: str
