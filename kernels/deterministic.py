@@ -48,9 +48,9 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class DeterministicOptions:
-    num_blocks: int = 1024
-    block_size: int = 16
-    max_model_len: int | None = None
+    num_blocks: int
+    block_size: int
+    max_model_len: int | None
     """None: as long as the pool."""
     step_time: StepTime = StepTime()
     eos_one_in: int = 0
@@ -63,7 +63,7 @@ class DeterministicOptions:
 class DeterministicRunner:
     """Built anywhere, then used on the step thread only. The step thread sleeps for what StepTime asks."""
 
-    def __init__(self, options: DeterministicOptions = DeterministicOptions()) -> None:
+    def __init__(self, options: DeterministicOptions) -> None:
         self._options = options
         self.block_size = options.block_size
         self.num_blocks = options.num_blocks

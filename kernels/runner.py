@@ -1,9 +1,8 @@
 """The interface between the step thread and what computes tokens. Importing this module imports no torch."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
-from kernels.errors import OptionsError
 from kernels.grammar import Grammars
 from scheduler.plan import StepPlan, StepResult
 
@@ -88,43 +87,21 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """What a model is loaded with.
-
-    The constructor raises OptionsError, naming field, value and limit, if a value is out of range.
-    """
+    """What a model is loaded with: settings of the same names, which are checked where they are read."""
 
     model: str
     """A folder, a .gguf file or a known name."""
-    device: Device = "auto"
-    dtype: Dtype = "auto"
+    device: Device
+    dtype: Dtype
     """auto: bfloat16 where the processor multiplies it natively or our kernels do, else float32."""
-    quantization: Quantization = "none"
-    bf16_product: Bf16Product = "auto"
+    quantization: Quantization
+    bf16_product: Bf16Product
     """How the CPU multiplies bfloat16: one way per process, so its models must agree. auto: the quicker one."""
-    block_size: int = 16
-    kv_cache_bytes: int = 1 << 30
-    max_num_seqs: int = 64
-    max_model_len: int | None = None
+    block_size: int
+    kv_cache_bytes: int
+    max_num_seqs: int
+    max_model_len: int | None
     """None: as long as the model and the pool allow."""
-    max_num_batched_tokens: int = 512
-    num_threads: int | None = None
+    max_num_batched_tokens: int
+    num_threads: int | None
     """None: torch's choice."""
-
-    def __post_init__(self) -> None:
-        for name, choices in (
-            ("device", Device),
-            ("dtype", Dtype),
-            ("quantization", Quantization),
-            ("bf16_product", Bf16Product),
-        ):
-            if getattr(self, name) not in get_args(choices):
-                raise OptionsError(
-                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(choices))}"
-                )
-        for name in ("block_size", "kv_cache_bytes", "max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise OptionsError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("max_model_len", "num_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise OptionsError(f"{name} is {value}; it must be at least 1")

@@ -79,7 +79,7 @@ def block_need(
     num_lent = 0 if lender is None else min(len(request.spec.prompt_token_ids), request.num_tokens - 1)
     hits: tuple[int, ...] = ()
     num_findable = (request.num_tokens - 1) // block_size
-    if config.enable_prefix_caching and num_findable * block_size > num_lent:
+    if config.prefix_caching and num_findable * block_size > num_lent:
         hits = pool.match(request.hash_blocks(num_findable, block_size))
     if lender is None or len(hits) * block_size >= num_lent:
         num_new = num_total - len(hits)

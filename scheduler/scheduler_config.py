@@ -1,7 +1,7 @@
 """Limits and policy of the scheduler, checked once at construction."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from scheduler.spec import ServiceClass
@@ -29,18 +29,12 @@ class ClassTargets:
     tpot_s: float | None = None
 
 
-DEFAULT_TARGETS: Mapping[ServiceClass, ClassTargets] = {
-    ServiceClass.INTERACTIVE: ClassTargets(ttft_s=2.0, tpot_s=0.1),
-    ServiceClass.STANDARD: ClassTargets(ttft_s=15.0, tpot_s=0.5),
-    ServiceClass.BATCH: ClassTargets(),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits and policy of one scheduler.
+    """Limits and policy of one scheduler. What has no default is the operator's to say, or the model's.
 
-    The constructor raises ValueError, naming field, value and limit, if a value is out of range.
+    `max_num_batched_tokens` must be at least `max_num_seqs`, so that every running request can decode: the settings
+    are checked for that. The constructor raises ValueError, naming field, value and limit, if a value is out of range.
     """
 
     num_blocks: int
@@ -48,22 +42,22 @@ class SchedulerConfig:
     max_num_seqs: int
     """Number of slots: requests that may run at once."""
     max_model_len: int
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int
     """Token budget of a step."""
+    policy: Policy
+    prefix_caching: bool
+    max_waiting: int
+    """Waiting requests at which `Scheduler.add` refuses more; preempted ones count."""
+    targets: Mapping[ServiceClass, ClassTargets]
     num_lookahead_steps: int = 0
     """Steps that may be planned while one is in flight, 0 or 1. With 1 the device never waits for a plan, but a request
     that ends by a stop id is noticed one step late, and an arrival waits one step longer."""
-    policy: Policy = Policy.CONTINUOUS
     watermark_blocks: int | None = None
     """Blocks that an admission leaves free for the growth of running requests; None: 1 % of the pool, at least 1."""
-    enable_prefix_caching: bool = True
-    max_waiting: int = 1024
-    """Waiting requests at which `Scheduler.add` refuses more; preempted ones count."""
     max_bypasses: int = 16
     """Requests that may be admitted past a blocked one; 0 keeps strict order."""
     max_blocked_scan: int = 8
     """Blocked requests that one step skips before it stops looking for others to admit."""
-    targets: Mapping[ServiceClass, ClassTargets] = field(default_factory=lambda: DEFAULT_TARGETS)
     ageing_s: float = 30.0
     """Head start of a service class over the next lower one; a lower request that has waited longer goes first."""
     enable_goodput: bool = True
@@ -79,24 +73,12 @@ class SchedulerConfig:
     """Prefill work to keep waiting, in seconds at the measured prefill rate."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_blocks",
-            "block_size",
-            "max_num_seqs",
-            "max_model_len",
-            "max_waiting",
-            "min_prefill_tokens",
-        ):
+        for name in ("num_blocks", "max_model_len", "min_prefill_tokens"):
             _require(name, getattr(self, name), at_least=1)
         for name in ("max_bypasses", "max_blocked_scan", "max_skipped_steps", "max_priority_preemptions"):
             _require(name, getattr(self, name), at_least=0)
         if self.num_lookahead_steps not in (0, 1):
             raise ValueError(f"num_lookahead_steps is {self.num_lookahead_steps}: must be 0 or 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}: must be at least max_num_seqs, "
-                f"{self.max_num_seqs}, so that every running request can decode"
-            )
         if not 0 <= self.headroom_blocks < max(2, self.num_blocks):
             raise ValueError(
                 f"watermark_blocks is {self.watermark_blocks}: must be 0 to {self.num_blocks - 1}"

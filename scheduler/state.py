@@ -191,7 +191,7 @@ class State:
     def publish(self, request: Request) -> None:
         """Make the blocks that its returned steps filled findable in the prefix cache, if their content is valid."""
         num_full = request.num_settled_tokens // self.config.block_size
-        if num_full == request.num_published_blocks or not self.config.enable_prefix_caching:
+        if num_full == request.num_published_blocks or not self.config.prefix_caching:
             return
         if request.is_broken or not self.forks.is_trusted(request):
             return

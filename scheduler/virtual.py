@@ -144,6 +144,8 @@ def run_lengths(
         max_num_batched_tokens=num_slots * max(1, num_prompt_tokens),
         max_waiting=len(output_lengths),
         policy=policy,
+        prefix_caching=True,
+        targets={},
         enable_goodput=False,
     )
     requests = [

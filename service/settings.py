@@ -1,10 +1,11 @@
 """Every knob of the service: typed, read from TAILRACE_* environment variables and from nowhere else."""
 
 import difflib
+import inspect
 import os
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator, model_validator
@@ -17,6 +18,8 @@ from service.wire.limits import MAX_CHOICES
 
 ENV_PREFIX = "TAILRACE_"
 MASK = "********"
+
+Part = TypeVar("Part")
 
 TopicName = Annotated[str, Field(min_length=1, max_length=249, pattern=r"^[A-Za-z0-9._-]+$")]
 
@@ -218,6 +221,23 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     if problems:
         raise SettingsError("\n".join(problems))
     return settings
+
+
+def changed(settings: Settings, **changes: Any) -> Settings:
+    """Return the same settings but for `changes`, checked like the environment's. Raises SettingsError."""
+    try:
+        return Settings.model_validate(settings.model_dump(exclude_unset=True) | changes)
+    except ValidationError as error:
+        raise SettingsError("\n".join(_explain(error))) from None
+
+
+def part_of(settings: Settings, part: type[Part], **others: Any) -> Part:
+    """Build a part's configuration: its fields named like a setting take the setting's value, the rest is in `others`.
+
+    A value in `others` comes before the setting of that name.
+    """
+    names = [name for name in inspect.signature(part).parameters if name in Settings.model_fields]
+    return part(**{name: getattr(settings, name) for name in names} | others)
 
 
 def _unknown(name: str) -> str:

@@ -100,7 +100,7 @@ class ModelRunner:
         self._shape = shape
         self._buffers = BatchBuffers(
             max_num_rows=max_num_seqs,
-            max_num_tokens=max(max_num_batched_tokens, max_num_seqs),
+            max_num_tokens=max_num_batched_tokens,
             max_num_blocks=-(-shape.max_model_len // shape.block_size),
             block_size=shape.block_size,
         )

@@ -38,15 +38,15 @@ Request = tuple[Sequence[int], int]
 
 @dataclass(frozen=True, slots=True)
 class BaselineOptions:
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    num_threads: int | None = None
+    dtype: Literal["float32", "bfloat16", "float16"]
+    device: Literal["auto", "cpu", "cuda"]
+    num_threads: int | None
     """None: torch's choice."""
-    naive_limit: int = 16
+    naive_limit: int
     """Requests generated one at a time; all of them would take longest of all."""
-    max_concurrent: int = 64
+    max_concurrent: int
     """Concurrent requests for which continuous batching gets pages."""
-    cpu_batch_tokens: int = 512
+    cpu_batch_tokens: int
     """Tokens per step of continuous batching on a CPU. transformers' default, 8,192, costs a third of its rate there,
     because its attention mask spans the whole batch. On a GPU the default is used."""
 

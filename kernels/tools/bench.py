@@ -58,7 +58,7 @@ def bench_prefill(
     *,
     num_prompts: int = 4,
     prompt_tokens: int = 1024,
-    chunk_tokens: int = 512,
+    chunk_tokens: int,
     repeats: int = 3,
 ) -> PrefillFigures:
     """Time whole prompts, one after the other, `chunk_tokens` per step."""

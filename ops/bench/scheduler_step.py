@@ -9,8 +9,10 @@ from time import perf_counter
 
 from scheduler.plan import RowResult, SamplingParams, StepPlan, StepResult
 from scheduler.scheduler import Scheduler
-from scheduler.scheduler_config import SchedulerConfig
+from scheduler.scheduler_config import Policy, SchedulerConfig
 from scheduler.spec import RequestSpec
+from service.engine.build import class_targets
+from service.settings import load_settings
 
 
 def make_scheduler(num_rows: int, num_context: int, num_steps: int, num_waiting: int) -> Scheduler:
@@ -25,6 +27,10 @@ def make_scheduler(num_rows: int, num_context: int, num_steps: int, num_waiting:
         max_num_seqs=num_rows,
         max_model_len=length,
         max_num_batched_tokens=budget,
+        policy=Policy.CONTINUOUS,
+        prefix_caching=True,
+        max_waiting=num_rows + num_waiting,
+        targets=class_targets(load_settings({})),
     )
     scheduler = Scheduler(config)
     for number in range(num_rows + num_waiting):

@@ -21,14 +21,16 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
+from service.connect import stream_config
+from service.settings import changed, load_settings
 from service.stream.connection import Connection, pack_command
 from service.stream.keys import APPEND, JobKeys
 from service.stream.publisher import StreamPublisher
-from service.stream.stream_config import StreamConfig
 from service.stream.writer import AttemptWriter
 from service.wire.event import Delta, encode_delta
 
 DIGEST = "0" * 64
+SETTINGS = load_settings({})
 Step = Callable[[int], Awaitable[None]]
 
 # The append script's work for many jobs: per job two keys and (epoch, seq, event).
@@ -92,7 +94,7 @@ async def measure(step: Step, num_steps: int) -> dict[str, float]:
 
 
 async def own(url: str, num_jobs: int, num_steps: int) -> dict[str, float]:
-    publisher = StreamPublisher(StreamConfig(url=url))
+    publisher = StreamPublisher(stream_config(changed(SETTINGS, redis_url=url)))
     running = asyncio.create_task(publisher.run())
     ids = [f"own-{i:04d}" for i in range(num_jobs)]
     streams: list[AttemptWriter] = []
@@ -116,7 +118,7 @@ async def own(url: str, num_jobs: int, num_steps: int) -> dict[str, float]:
 
 
 async def redis_py_pipeline(url: str, num_jobs: int, num_steps: int) -> dict[str, float]:
-    keys = [JobKeys.of(f"pipe-{i:04d}") for i in range(num_jobs)]
+    keys = [JobKeys.of(f"pipe-{i:04d}", SETTINGS.namespace) for i in range(num_jobs)]
     async with Redis.from_url(url) as redis:
         await redis.script_load(APPEND.source)
 
@@ -133,8 +135,8 @@ async def redis_py_pipeline(url: str, num_jobs: int, num_steps: int) -> dict[str
 
 async def one_call(url: str, num_jobs: int, num_steps: int) -> dict[str, float]:
     ids = [f"one-{i:04d}" for i in range(num_jobs)]
-    keys = [JobKeys.of(job_id) for job_id in ids]
-    connection = Connection(StreamConfig(url=url), "bench")
+    keys = [JobKeys.of(job_id, SETTINGS.namespace) for job_id in ids]
+    connection = Connection(stream_config(changed(SETTINGS, redis_url=url)), "bench")
     await connection.connect()
     (sha,) = await connection.round_trip([pack_command("SCRIPT", "LOAD", ALL_JOBS)])
     names = [name for key in keys for name in (key.meta, key.log)]

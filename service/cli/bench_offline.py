@@ -15,7 +15,7 @@ from service.cli.summarize import local_tokenizer
 from service.cli.workload import Shape, WorkloadRequest, load_workload, parse_shapes, shape_requests
 from service.engine import start_step_thread
 from service.errors import SettingsError
-from service.settings import Settings, load_settings
+from service.settings import Settings, changed, load_settings
 from service.text import Tokenizer
 
 POLICIES = ("continuous", "static")
@@ -74,7 +74,12 @@ def offline(
 
 
 def with_slots(settings: Settings, slots: int | None) -> Settings:
-    return settings if slots is None else settings.model_copy(update={"max_num_seqs": slots})
+    """Return the settings with so many slots and a token budget of at least one token for each."""
+    if slots is None:
+        return settings
+    # The settings refuse more slots than tokens; who asks a benchmark for slots only has the budget follow.
+    budget = max(settings.max_num_batched_tokens, slots)
+    return changed(settings, max_num_seqs=slots, max_num_batched_tokens=budget)
 
 
 def _load(sources: Sequence[Path | Shape], limit: int | None, tokenizer: Tokenizer) -> Workloads:
@@ -128,7 +133,7 @@ def measure_baseline(
         num_threads=settings.num_threads,
         naive_limit=naive_limit,
         max_concurrent=settings.max_num_seqs,
-        cpu_batch_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
+        cpu_batch_tokens=settings.max_num_batched_tokens,
     )
     outcomes = run_baselines_apart(
         resolve_model(settings.model),

@@ -18,7 +18,7 @@ from service.cli.summarize import local_tokenizer
 from service.engine.build import load
 from service.errors import SettingsError
 from service.pipelines.documents import find_documents, read_document
-from service.settings import Settings, load_settings
+from service.settings import Settings, changed, load_settings
 from service.text import Tokenizer
 
 Choice = TypeVar("Choice", bound=str)
@@ -129,7 +129,7 @@ def _run(settings: Settings, dtype: str, quantization: str, windows: Windows) ->
     from kernels.runtime.model_runner import ModelRunner  # takes seconds
     from kernels.tools.perplexity import score_windows
 
-    runner = load(settings.model_copy(update={"dtype": dtype, "quantization": quantization}))
+    runner = load(changed(settings, dtype=dtype, quantization=quantization))
     assert isinstance(runner, ModelRunner), "the settings name a model"
     name = f"{str(runner.dtype).removeprefix('torch.')}, {quantization}"
     note(f"{name} …")

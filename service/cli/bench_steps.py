@@ -13,7 +13,7 @@ from kernels.tools.bench import bench_decode, bench_prefill
 from service.cli.console import log_warnings, note, print_json, print_table
 from service.engine.build import load
 from service.errors import SettingsError
-from service.settings import Settings, load_settings
+from service.settings import Settings, changed, load_settings
 
 MAX_BATCH = 1_024
 MAX_BATCHES = 32
@@ -28,11 +28,10 @@ def decode(batch: str, *, context_tokens: int, quantization: Quantization | None
     settings = quantized(load_settings(), quantization)
     # Room for the largest batch, whatever a worker would be given.
     num_slots = max(settings.max_num_seqs, *batches)
-    settings = settings.model_copy(
-        update={
-            "max_num_seqs": num_slots,
-            "max_num_batched_tokens": max(settings.max_num_batched_tokens, num_slots, _DECODE_CHUNK_TOKENS),
-        }
+    settings = changed(
+        settings,
+        max_num_seqs=num_slots,
+        max_num_batched_tokens=max(settings.max_num_batched_tokens, num_slots, _DECODE_CHUNK_TOKENS),
     )
     runner = _load(settings)
     with _fitting():
@@ -55,7 +54,7 @@ def prefill(prompts: int, *, prompt_tokens: int, quantization: Quantization | No
 
 
 def quantized(settings: Settings, quantization: Quantization | None) -> Settings:
-    return settings if quantization is None else settings.model_copy(update={"quantization": quantization})
+    return settings if quantization is None else changed(settings, quantization=quantization)
 
 
 def _batches(text: str) -> list[int]:

@@ -18,7 +18,7 @@ from service.client import Client, Finished
 from service.pipelines.documents import find_documents
 from service.pipelines.rows import Row
 from service.pipelines.summarize import SummarizeOptions, SummarizeRun
-from service.settings import Settings, load_settings
+from service.settings import Settings, changed, load_settings
 from service.stream.reader import Item
 from service.wire import Delta, Result
 from service.worker.worker import Worker
@@ -43,7 +43,7 @@ def demo() -> None:
     """Run the demo; exit code 1 when a document has no summary."""
     settings = load_settings()
     if "max_num_seqs" not in settings.model_fields_set:
-        settings = settings.model_copy(update={"max_num_seqs": DEMO_SLOTS})
+        settings = changed(settings, max_num_seqs=DEMO_SLOTS)
     if not run(Demo(settings).run()):
         raise typer.Exit(1)
 

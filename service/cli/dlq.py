@@ -127,7 +127,7 @@ async def _reaching(config: KafkaConfig) -> AsyncIterator[None]:
     try:
         yield
     except (KafkaError, OSError) as error:
-        raise DependencyError(f"Kafka at {config.bootstrap} does not answer: {error}") from error
+        raise DependencyError(f"Kafka at {config.kafka_bootstrap} does not answer: {error}") from error
 
 
 def _place(text: str) -> Place:

@@ -12,7 +12,7 @@ from service.client.discover import client_settings
 from service.embedded.stack import EmbeddedStack
 from service.errors import DependencyError
 from service.log import configure_logging
-from service.settings import Settings, load_settings
+from service.settings import Settings, changed, load_settings
 
 if TYPE_CHECKING:
     from service.worker.worker import Worker
@@ -62,7 +62,7 @@ async def _serve(settings: Settings, *, embedded: bool) -> None:
 
 def on_embedded(settings: Settings, pair: EmbeddedStack) -> Settings:
     """Return the same settings with this pair's addresses."""
-    return settings.model_copy(update={"kafka_bootstrap": pair.kafka_bootstrap, "redis_url": pair.redis_url})
+    return changed(settings, kafka_bootstrap=pair.kafka_bootstrap, redis_url=pair.redis_url)
 
 
 async def run_worker(settings: Settings, failed: "asyncio.Task[str] | None" = None) -> None:

@@ -3,7 +3,7 @@
 import os
 
 from service.embedded import announcements
-from service.settings import ENV_PREFIX, Settings, load_settings
+from service.settings import ENV_PREFIX, Settings, changed, load_settings
 
 
 def client_settings(
@@ -22,6 +22,4 @@ def client_settings(
     running = announcements.find_running()
     if running is None:
         return settings
-    return settings.model_copy(
-        update={"kafka_bootstrap": running.kafka_bootstrap, "redis_url": running.redis_url}
-    )
+    return changed(settings, kafka_bootstrap=running.kafka_bootstrap, redis_url=running.redis_url)

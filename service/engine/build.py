@@ -11,7 +11,7 @@ from scheduler.scheduler_config import ClassTargets, Policy, SchedulerConfig
 from scheduler.spec import RequestUpdate, ServiceClass
 from service.engine.engine import Engine, StepObserver
 from service.engine.step_thread import StepThread
-from service.settings import Settings
+from service.settings import Settings, part_of
 
 SWITCH_INTERVAL_S = 0.0005
 """How long the event loop may keep the interpreter lock from the step thread. Python's default, 5 ms, is as long as a
@@ -25,11 +25,10 @@ def load(settings: Settings) -> Runner:
     """Load and warm up what the settings name; takes seconds. Runs on the step thread."""
     if settings.engine == "deterministic":
         return DeterministicRunner(
-            DeterministicOptions(
-                num_blocks=max(
-                    1, settings.kv_cache_bytes // (settings.block_size * DETERMINISTIC_TOKEN_BYTES)
-                ),
-                block_size=settings.block_size,
+            part_of(
+                settings,
+                DeterministicOptions,
+                num_blocks=settings.kv_cache_bytes // (settings.block_size * DETERMINISTIC_TOKEN_BYTES),
                 max_model_len=settings.max_model_len or 4096,
                 step_time=StepTime(step_s=settings.deterministic_step_ms / 1000),
             )
@@ -37,21 +36,7 @@ def load(settings: Settings) -> Runner:
     from kernels.loading import load_runner  # here, because torch takes seconds
     from kernels.memory import release_free_memory
 
-    runner = load_runner(
-        RunnerOptions(
-            model=settings.model,
-            device=settings.device,
-            dtype=settings.dtype,
-            quantization=settings.quantization,
-            bf16_product=settings.bf16_product,
-            block_size=settings.block_size,
-            kv_cache_bytes=settings.kv_cache_bytes,
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            num_threads=settings.num_threads,
-        )
-    )
+    runner = load_runner(part_of(settings, RunnerOptions))
     runner.warmup()
     release_free_memory()
     return runner
@@ -67,16 +52,14 @@ async def start_step_thread(settings: Settings) -> tuple[StepThread, Runner]:
 def make_scheduler(settings: Settings, runner: Runner, *, policy: str | None = None) -> Scheduler:
     """Make a scheduler for this runner's pool; `policy` overrides the settings', for comparisons."""
     return Scheduler(
-        SchedulerConfig(
+        part_of(
+            settings,
+            SchedulerConfig,
             num_blocks=runner.num_blocks,
             block_size=runner.block_size,
-            max_num_seqs=settings.max_num_seqs,
             max_model_len=runner.max_model_len,
-            max_num_batched_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
             num_lookahead_steps=int(plans_ahead(settings, runner)),
             policy=Policy(policy or settings.policy),
-            enable_prefix_caching=settings.prefix_caching,
-            max_waiting=settings.max_waiting,
             targets=class_targets(settings),
         )
     )

@@ -178,7 +178,7 @@ class JobConsumer:
         )
 
     async def _serve_and_report(self) -> None:
-        where = {"bootstrap": self._config.bootstrap, "group": self._config.group_id}
+        where = {"bootstrap": self._config.kafka_bootstrap, "group": self._config.group_id}
         try:
             await self._serve()
         except CallbackError as error:
@@ -223,4 +223,4 @@ class JobConsumer:
         self._member.consumer = None
 
     def _report_joining(self) -> None:
-        log.warning("kafka_joining", bootstrap=self._config.bootstrap, group=self._config.group_id)
+        log.warning("kafka_joining", bootstrap=self._config.kafka_bootstrap, group=self._config.group_id)

@@ -124,16 +124,17 @@ async def admin_client(config: KafkaConfig) -> AsyncIterator[AIOKafkaAdminClient
 
 def _common_options(config: KafkaConfig) -> dict[str, Any]:
     """Returns the arguments that aiokafka's consumer, producer and admin client have in common."""
+    password = config.kafka_sasl_password
     return {
-        "bootstrap_servers": config.bootstrap,
+        "bootstrap_servers": config.kafka_bootstrap,
         "client_id": config.client_id,
         "metadata_max_age_ms": round(config.metadata_max_age_s * 1000),
         "request_timeout_ms": round(config.request_timeout_s * 1000),
-        "security_protocol": config.security_protocol,
+        "security_protocol": config.kafka_security_protocol,
         "ssl_context": config.ssl_context,
-        "sasl_mechanism": config.sasl_mechanism,
-        "sasl_plain_username": config.sasl_username,
-        "sasl_plain_password": config.sasl_password,
+        "sasl_mechanism": config.kafka_sasl_mechanism,
+        "sasl_plain_username": config.kafka_sasl_username,
+        "sasl_plain_password": password.get_secret_value() if password else None,
     }
 
 

@@ -1,8 +1,10 @@
 """Knobs of everything that talks to Kafka."""
 
 import ssl
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
+
+from pydantic import SecretStr
 
 Compression = Literal["none", "gzip", "snappy", "lz4", "zstd"]
 MIB = 1024 * 1024
@@ -10,32 +12,39 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class KafkaConfig:
-    bootstrap: str = "127.0.0.1:9092"
-    """host:port, comma separated."""
-    group_id: str = "tailrace"
-    jobs_topic: str = "tailrace.jobs"
-    results_topic: str = "tailrace.results"
-    dead_letter_topic: str = "tailrace.dead-letter"
-    client_id: str = "tailrace"
+    """Fields without a default come from the settings, most of them under the same name."""
 
-    security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
-    ssl_context: ssl.SSLContext | None = None
-    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "PLAIN"
-    sasl_username: str | None = None
-    sasl_password: str | None = field(default=None, repr=False)
+    kafka_bootstrap: str
+    group_id: str
+    jobs_topic: str
+    results_topic: str
+    dead_letter_topic: str
+    client_id: str
+
+    kafka_security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
+    ssl_context: ssl.SSLContext | None
+    kafka_sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
+    kafka_sasl_username: str | None
+    kafka_sasl_password: SecretStr | None
+
+    session_timeout_s: float
+    rebalance_timeout_s: float
+    """How long the group waits for a member that still finishes work: the drain budget."""
+    max_poll_interval_s: float
+    partitions: int
+    replication_factor: int
 
     metadata_max_age_s: float = 30.0
     """A new partition of the topic is noticed within this time."""
-    session_timeout_s: float = 45.0
     heartbeat_interval_s: float = 3.0
-    rebalance_timeout_s: float = 30.0
-    """How long the group waits for a member that still finishes work: the drain budget."""
-    max_poll_interval_s: float = 300.0
 
     poll_timeout_s: float = 0.5
     max_poll_records: int = 256
-    resume_credit: int = 8
-    """Low-water mark: a paused consumer resumes at this credit, or at half of the most it ever had if that is less."""
+    resume_credit: int = 1
+    """Low-water mark: a paused consumer resumes at this credit, or at half of the most it ever had if that is less.
+
+    Two seconds of prefill may be less than two long prompts: waiting for more credit than one would run them one after
+    the other."""
     fetch_max_bytes: int = 16 * MIB
     max_partition_fetch_bytes: int = 1 * MIB
     """Soft: the first record of a fetch comes whole whatever its size, so this bounds the buffer, not the jobs."""
@@ -51,8 +60,6 @@ class KafkaConfig:
     retry_backoff_max_s: float = 5.0
 
     create_topics: bool = True
-    num_partitions: int = 8
-    replication_factor: int = 1
     max_message_bytes: int = 16 * MIB
 
     compression: Compression = "none"
@@ -68,7 +75,7 @@ class KafkaConfig:
                 f"heartbeat_interval_s is {self.heartbeat_interval_s:g}: it may be at most half of"
                 f" session_timeout_s ({self.session_timeout_s:g})"
             )
-        for name in ("max_poll_records", "resume_credit", "max_in_flight_sends", "num_partitions"):
+        for name in ("max_poll_records", "resume_credit", "max_in_flight_sends"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
 

@@ -125,7 +125,10 @@ class ProducerSupervisor:
                 await self._broken.wait()
         except (KafkaError, TimeoutError, OSError) as error:
             log.warning(
-                "kafka_unavailable", bootstrap=self._config.bootstrap, error=str(error), action="retrying"
+                "kafka_unavailable",
+                bootstrap=self._config.kafka_bootstrap,
+                error=str(error),
+                action="retrying",
             )
         finally:
             self._producer = None

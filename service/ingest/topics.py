@@ -45,7 +45,7 @@ async def ensure_topics(config: KafkaConfig) -> tuple[str, ...]:
             detail = rest[0] if rest else None
             log.warning("kafka_topic_refused", topic=name, error=refusal.__name__, detail=detail)
     if created:
-        log.info("kafka_topics_created", topics=created, num_partitions=config.num_partitions)
+        log.info("kafka_topics_created", topics=created, num_partitions=config.partitions)
     return tuple(created)
 
 
@@ -58,7 +58,7 @@ def _topics(config: KafkaConfig) -> list[NewTopic]:
         config.dead_letter_topic: {"cleanup.policy": "delete"},
     }
     return [
-        NewTopic(name, config.num_partitions, config.replication_factor, topic_configs=policy | common)
+        NewTopic(name, config.partitions, config.replication_factor, topic_configs=policy | common)
         for name, policy in policies.items()
     ]
 

@@ -54,7 +54,7 @@ class Connection:
         self._config = config
         # Without a socket timeout: redis-py would start a task for every write to watch it.
         pool = redis_asyncio.ConnectionPool.from_url(
-            config.url, protocol=2, socket_timeout=None, client_name=client_name
+            config.redis_url, protocol=2, socket_timeout=None, client_name=client_name
         )
         # redis-py leaves the two calls below without annotations.
         self._connection: redis_asyncio.Connection = pool.make_connection()  # type: ignore[no-untyped-call]

@@ -8,16 +8,16 @@ from redis.asyncio import Redis
 
 from service.stream.connection import UNAVAILABLE
 from service.stream.keys import JobKeys, control_channel
-from service.stream.stream_config import DEFAULT_NAMESPACE, StreamConfig
+from service.stream.stream_config import StreamConfig
 from service.stream.subscription import Sign, subscription
 from service.waiting import Backoff, cancellation_kept
 
+CANCEL_TTL_S = 3_600
+"""How long a request is kept for a worker that has yet to get the job."""
 _BATCH = 512
 
 
-async def request_cancel(
-    redis: Redis, job_id: str, *, namespace: str = DEFAULT_NAMESPACE, ttl_s: int = 3600
-) -> None:
+async def request_cancel(redis: Redis, job_id: str, *, namespace: str, ttl_s: int = CANCEL_TTL_S) -> None:
     """Ask the worker that has the job, now or later, to cancel it.
 
     The key comes first: a worker that misses the message finds the key when it opens the job, and one that hears a
@@ -44,7 +44,7 @@ class CancelListener:
         self._on_cancel = on_cancel
         self._active = active
         self._redis = Redis.from_url(
-            config.url,
+            config.redis_url,
             socket_timeout=config.command_timeout_s,
             socket_connect_timeout=config.connect_timeout_s,
             client_name="tailrace-control",

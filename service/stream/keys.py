@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from service.stream.connection import pack_args
-from service.stream.stream_config import DEFAULT_NAMESPACE, StreamConfig
+from service.stream.stream_config import StreamConfig
 
 EVENT_FIELD = "event"
 
@@ -38,17 +38,17 @@ class JobKeys:
     cancel: str
 
     @classmethod
-    def of(cls, job_id: str, namespace: str = DEFAULT_NAMESPACE) -> "JobKeys":
+    def of(cls, job_id: str, namespace: str) -> "JobKeys":
         base = f"{namespace}:{{{job_id}}}"
         return cls(f"{base}:log", f"{base}:live", f"{base}:meta", f"{base}:cancel")
 
 
-def control_channel(namespace: str = DEFAULT_NAMESPACE) -> str:
+def control_channel(namespace: str) -> str:
     """Where ids of jobs to cancel are published; all databases of one Redis hear it."""
     return f"{namespace}:control"
 
 
-def deployment_key(namespace: str = DEFAULT_NAMESPACE) -> str:
+def deployment_key(namespace: str) -> str:
     """Names the deployment that owns the namespace, for as long as one of its workers lives."""
     return f"{namespace}:deployment"
 
@@ -246,7 +246,7 @@ def append_prefix(attempt: Attempt, config: StreamConfig, script: Script) -> byt
     keys = JobKeys.of(attempt.job_id, config.namespace)
     constant = (
         "EVALSHA", script.sha, 2, keys.meta, keys.log,
-        attempt.epoch, attempt.writer, config.ttl_s * 1000, config.max_log_entries, keys.live,
+        attempt.epoch, attempt.writer, config.stream_ttl_s * 1000, config.stream_max_events, keys.live,
         attempt.origin, attempt.fingerprint, attempt.deployment, attempt.number,
     )  # fmt: skip
     return pack_args([arg if isinstance(arg, bytes) else str(arg).encode() for arg in constant])

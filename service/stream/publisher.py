@@ -139,7 +139,7 @@ class StreamPublisher:
     async def _keep_alive(self) -> None:
         """Keep the keys of open jobs from expiring, however long the jobs wait."""
         while True:
-            await asyncio.sleep(min(self._config.ttl_s / 3, KEEP_ALIVE_S))
+            await asyncio.sleep(min(self._config.stream_ttl_s / 3, KEEP_ALIVE_S))
             for writer in self._writers.values():
                 writer.keep_alive()
 
@@ -168,7 +168,7 @@ class StreamPublisher:
         nonce = secrets.token_hex(8)
         command = pack_command(
             "EVALSHA", OPEN.sha, 3, keys.meta, keys.cancel, keys.log,
-            origin, fingerprint, nonce, self._config.ttl_s * 1000, self.deployment, int(refusal),
+            origin, fingerprint, nonce, self._config.stream_ttl_s * 1000, self.deployment, int(refusal),
         )  # fmt: skip
         try:
             outcome, epoch, same_content, ended, cancelled, *counts, decided = await self._loop.request(

@@ -57,9 +57,9 @@ async def read_stream(
     redis: Redis,
     job_id: str,
     *,
+    config: StreamConfig,
     assembler: StreamAssembler | None = None,
     idle_timeout_s: float | None = None,
-    config: StreamConfig | None = None,
 ) -> AsyncGenerator[Item, None]:
     """Yield every event once and in order, from the first one whenever the reader joins; a Verdict ends it.
 
@@ -70,7 +70,6 @@ async def read_stream(
     Events are taken from the log of the client's own database; the live channel, which all databases of a server
     share, only announces new events, or carries the next event of an attempt that the log has shown.
     """
-    config = config or StreamConfig()
     backoff = config.backoff("redis_stream_lost")
     reader = _Reader(redis, assembler or StreamAssembler(job_id), config)
     idle = _IdleLimit(job_id, idle_timeout_s)

@@ -4,24 +4,19 @@ from dataclasses import dataclass
 
 from service.waiting import Backoff
 
-MIN_TTL_S = 1
-MAX_TTL_S = 30 * 24 * 3600
-MIN_LOG_ENTRIES = 64
-MAX_LOG_ENTRIES = 1 << 20
-
-DEFAULT_NAMESPACE = "tailrace"
-
 
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
-    url: str = "redis://127.0.0.1:6379/0"
-    namespace: str = DEFAULT_NAMESPACE
+    """Fields without a default come from the settings, most of them under the same name."""
+
+    redis_url: str
+    namespace: str
     """What every key and channel begins with."""
-    worker: str = ""
-    """This process's name in start events."""
-    ttl_s: int = 3600
+    worker: str
+    """This process's name in start events; empty where nothing is written."""
+    stream_ttl_s: int
     """How long the keys of a job outlive the last write to it; while a worker has the job they do not expire."""
-    max_log_entries: int = 16_384
+    stream_max_events: int
     """Redis trims the oldest events of a log above this, in whole nodes (a hundred more may stay)."""
     command_timeout_s: float = 5.0
     """A round trip that takes longer means a lost connection; what it carried is sent again."""
@@ -37,13 +32,6 @@ class StreamConfig:
     close_timeout_s: float = 2.0
     claim_ttl_s: float = 15.0
     """How long a namespace stays claimed after the last worker of its deployment has stopped."""
-
-    def __post_init__(self) -> None:
-        if not MIN_TTL_S <= self.ttl_s <= MAX_TTL_S:
-            raise ValueError(f"ttl_s is {self.ttl_s}; it must lie in {MIN_TTL_S}..{MAX_TTL_S}")
-        if not MIN_LOG_ENTRIES <= self.max_log_entries <= MAX_LOG_ENTRIES:
-            limit = f"{MIN_LOG_ENTRIES}..{MAX_LOG_ENTRIES}"
-            raise ValueError(f"max_log_entries is {self.max_log_entries}; it must lie in {limit}")
 
     def backoff(self, failure_event: str) -> Backoff:
         """Returns a back-off between attempts to reach Redis that logs failures as `failure_event`."""

@@ -1,7 +1,7 @@
 """Puts the parts of a worker together; none of them runs yet."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kernels.grammar import Grammars
 from kernels.runner import Runner
@@ -13,7 +13,7 @@ from service.grammar import GrammarValidator
 from service.ingest.consumer import JobConsumer
 from service.ingest.producer import ResultProducer
 from service.metrics import Metrics
-from service.settings import Settings
+from service.settings import Settings, part_of
 from service.stream.control import CancelListener
 from service.stream.publisher import StreamPublisher
 from service.text.tokenizer import Tokenizer
@@ -60,13 +60,13 @@ def end_token_ids(runner: Runner, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def model_limits(settings: Settings, loaded: Loaded) -> ModelLimits:
-    return ModelLimits(
+    return part_of(
+        settings,
+        ModelLimits,
         served_name=loaded.served_name,
         vocab_size=loaded.runner.vocab_size,
         max_model_len=loaded.runner.max_model_len,
         eos_token_ids=end_token_ids(loaded.runner, loaded.tokenizer),
-        default_max_tokens=settings.default_max_tokens,
-        max_output_tokens=settings.max_output_tokens,
     )
 
 
@@ -79,7 +79,7 @@ def assemble(
     the callbacks look the flow up when they are called; nothing calls before all is built.
     """
     kafka = kafka_config(settings, client_id=worker)
-    stream = replace(stream_config(settings), worker=worker)
+    stream = stream_config(settings, worker=worker)
     table = JobTable()
 
     def on_step(plan: StepPlan, result: StepResult) -> None:

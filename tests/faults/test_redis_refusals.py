@@ -19,6 +19,7 @@ from tests.support.kafka import KafkaBroker
 from tests.support.members import eventually
 from tests.support.redis import RedisServer
 from tests.support.service import ServiceUnderTest, new_service, running_worker
+from tests.support.streams import NAMESPACE
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 
@@ -200,7 +201,7 @@ async def test_the_rights_that_the_readme_lists_are_enough(
                     [{"id": f"job-{i}", "prompt": "x", "max_tokens": 100} for i in range(4)]
                 )
                 await service.wait_for_tokens("job-0", 3)
-                await request_cancel(admin, "job-1")
+                await request_cancel(admin, "job-1", namespace=NAMESPACE)
                 results = await service.wait_for_results([f"job-{i}" for i in range(4)])
                 await eventually(lambda: not worker.readiness.reasons(), "ready")
         finally:

@@ -16,6 +16,7 @@ from tests.support.processes import reap
 from tests.support.proxy import Direction, Proxy, running_proxy
 from tests.support.redis import RedisServer
 from tests.support.service import ServiceUnderTest, new_service, running_worker
+from tests.support.streams import NAMESPACE
 
 pytestmark = [pytest.mark.kafka, pytest.mark.redis]
 
@@ -74,7 +75,7 @@ async def ask_to_cancel(service: ServiceUnderTest, job_id: str) -> None:
     from redis.asyncio import Redis
 
     async with Redis.from_url(service.redis_server.url) as redis:
-        await request_cancel(redis, job_id)
+        await request_cancel(redis, job_id, namespace=NAMESPACE)
 
 
 async def taken_over(service: ServiceUnderTest, job_id: str) -> list[Result]:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import structlog
 
-from service.ingest import Delivery, JobConsumer, KafkaConfig, offsets
+from service.ingest import Delivery, JobConsumer, offsets
+from tests.support.configs import kafka_config
 
 
 class CommitsHighest(offsets.PartitionOffsets):
@@ -22,10 +23,10 @@ class CommitsHighest(offsets.PartitionOffsets):
 
 
 async def main(bootstrap: str, topic: str, group: str) -> None:
-    config = KafkaConfig(
-        bootstrap,
-        group,
-        topic,
+    config = kafka_config(
+        kafka_bootstrap=bootstrap,
+        group_id=group,
+        jobs_topic=topic,
         create_topics=False,
         session_timeout_s=2.0,
         heartbeat_interval_s=0.3,

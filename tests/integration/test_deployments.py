@@ -13,11 +13,12 @@ from service.errors import SettingsError
 from service.stream.assemble import StreamAssembler
 from service.stream.control import request_cancel
 from service.stream.reader import Verdict, read_stream
-from service.stream.stream_config import StreamConfig
 from service.worker.worker import Worker
+from tests.support.configs import stream_config
 from tests.support.kafka import KafkaBroker
 from tests.support.redis import RedisServer
 from tests.support.service import ServiceUnderTest, new_service, running_worker
+from tests.support.streams import NAMESPACE
 
 pytestmark = [pytest.mark.kafka, pytest.mark.redis]
 
@@ -34,7 +35,7 @@ async def stream_of(
         Redis.from_url(service.environ["TAILRACE_REDIS_URL"]) as redis,
         asyncio.timeout(30),
         contextlib.aclosing(
-            read_stream(redis, job_id, assembler=assembler, config=StreamConfig(namespace=namespace))
+            read_stream(redis, job_id, assembler=assembler, config=stream_config(namespace=namespace))
         ) as items,
     ):
         async for item in items:
@@ -99,7 +100,7 @@ async def test_deployments_in_two_databases_of_one_redis_neither_cancel_nor_mix(
         readers = [asyncio.create_task(stream_of(each, "same")) for each in (zero, one)]
         await zero.publish([job("first", max_tokens=60)])
         await one.publish([job("second", max_tokens=400)])
-        await request_cancel(redis, "same")
+        await request_cancel(redis, "same", namespace=NAMESPACE)
         results = [(await each.wait_for_results(["same"]))["same"] for each in (zero, one)]
         streams = [await reader for reader in readers]
     assert [result.status for result in results] == ["completed", "cancelled"]

@@ -86,7 +86,7 @@ async def test_hazard_loss_on_close_work_completed_just_before_is_committed(kafk
 
 async def run_and_kill(kafka: KafkaBroker, config: KafkaConfig, *flags: str) -> list[str]:
     """Starts a member in its own process, waits until its completions are committed, and kills it."""
-    arguments = [config.bootstrap, config.jobs_topic, config.group_id, *flags]
+    arguments = [config.kafka_bootstrap, config.jobs_topic, config.group_id, *flags]
     command = [sys.executable, "-m", "tests.integration.kafka_member", *arguments]
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
     assert process.stdout is not None

@@ -28,7 +28,7 @@ def outage(kafka: KafkaBroker) -> Iterator[KafkaBroker]:
 
 async def read_all(config: KafkaConfig, count: int) -> list[Any]:
     consumer = AIOKafkaConsumer(
-        config.results_topic, bootstrap_servers=config.bootstrap, auto_offset_reset="earliest"
+        config.results_topic, bootstrap_servers=config.kafka_bootstrap, auto_offset_reset="earliest"
     )
     await consumer.start()
     try:
@@ -104,7 +104,9 @@ async def test_broker_away_at_start_is_one_clear_line_and_not_ready_then_all_wor
         with pytest.raises(DependencyError, match="before Kafka acknowledged"):
             await given_up
         assert time.monotonic() - started_s < 10, "stopping is bounded while the broker is away"
-    assert all(line["log_level"] == "warning" and config.bootstrap == line["bootstrap"] for line in lines[:4])
+    assert all(
+        line["log_level"] == "warning" and config.kafka_bootstrap == line["bootstrap"] for line in lines[:4]
+    )
     await asyncio.to_thread(kafka.start)
     await worker.received(1)
     await worker.joined()
@@ -268,7 +270,7 @@ async def test_missing_topics_are_created_with_their_policies(kafka: KafkaBroker
     from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
     names = [kafka.unique(word) for word in ("jobs", "results", "dead")]
-    config = config_for(kafka, names[0], results_topic=names[1], dead_letter_topic=names[2], num_partitions=3)
+    config = config_for(kafka, names[0], results_topic=names[1], dead_letter_topic=names[2], partitions=3)
     assert await ensure_topics(config) == tuple(names)
     assert await ensure_topics(config) == ()
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap)

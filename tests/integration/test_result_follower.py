@@ -33,7 +33,7 @@ async def follower(config: KafkaConfig) -> AsyncIterator[ResultFollower]:
 
 
 async def write(config: KafkaConfig, job_id: str) -> None:
-    async with AIOKafkaProducer(bootstrap_servers=config.bootstrap, acks="all") as producer:
+    async with AIOKafkaProducer(bootstrap_servers=config.kafka_bootstrap, acks="all") as producer:
         result = Result(job_id, "completed", 1, "w")
         await producer.send_and_wait(config.results_topic, result.encode(), key=job_id.encode())
 

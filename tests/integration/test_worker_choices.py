@@ -13,6 +13,7 @@ from tests.support.kafka import KafkaBroker
 from tests.support.processes import reap
 from tests.support.redis import RedisServer
 from tests.support.service import Stream, new_service, running_worker
+from tests.support.streams import NAMESPACE
 
 pytestmark = [pytest.mark.kafka, pytest.mark.redis]
 
@@ -74,7 +75,7 @@ async def test_a_cancelled_job_takes_all_its_choices_with_it(
     async with running_worker(service.settings(deterministic_step_ms="5", max_num_seqs="3")) as worker:
         await service.publish([job | {"id": "gone"}])
         await service.wait_for_tokens("gone", 3)
-        await request_cancel(redis, "gone")
+        await request_cancel(redis, "gone", namespace=NAMESPACE)
         result = (await service.wait_for_results(["gone"]))["gone"]
         stream = await service.read("gone")
         await service.publish([job | {"id": "next", "max_tokens": 5}])
@@ -148,7 +149,7 @@ async def test_jobs_in_the_admission_queue_end_or_move_on_like_all_others(
     slow = service.settings(deterministic_step_ms="20", drain_grace_s="0", **FULL)
     async with running_worker(slow) as worker:
         await service.wait_for_tokens("running", 2)
-        await request_cancel(redis, "cancelled")
+        await request_cancel(redis, "cancelled", namespace=NAMESPACE)
         results = await service.wait_for_results(["cancelled", "late"])
         assert worker.parts is not None
         stats = worker.parts.engine.scheduler.stats()

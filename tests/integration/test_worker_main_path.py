@@ -12,7 +12,7 @@ from service.wire.job import fingerprint
 from tests.support.kafka import KafkaBroker
 from tests.support.redis import RedisServer
 from tests.support.service import new_service, running_worker
-from tests.support.streams import running_publisher
+from tests.support.streams import NAMESPACE, running_publisher
 
 pytestmark = [pytest.mark.kafka, pytest.mark.redis]
 
@@ -55,7 +55,7 @@ async def test_a_cancelled_job_ends_cancelled_whether_it_runs_or_was_never_fetch
     service = await new_service(kafka, redis_server)
     redis = Redis.from_url(redis_server.url)
     async with running_worker(service.settings(deterministic_step_ms="5")):
-        await request_cancel(redis, "early")
+        await request_cancel(redis, "early", namespace=NAMESPACE)
         await service.publish(
             [
                 {"id": "running", "prompt": "x", "max_tokens": 3000},
@@ -64,7 +64,7 @@ async def test_a_cancelled_job_ends_cancelled_whether_it_runs_or_was_never_fetch
             ]
         )
         await service.wait_for_tokens("running", 3)
-        await request_cancel(redis, "running")
+        await request_cancel(redis, "running", namespace=NAMESPACE)
         results = await service.wait_for_results(["running", "early", "bystander"])
         streams = {job_id: await service.read(job_id) for job_id in results}
     await redis.aclose()

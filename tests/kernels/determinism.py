@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from kernels.loading import load_runner
-from kernels.runner import RunnerOptions
 from kernels.runtime.kv_pool import bytes_per_block
 from kernels.runtime.model_runner import ModelRunner
 from kernels.sampling.cpu.sampler import Sampler
@@ -16,9 +15,9 @@ from kernels.weights.checkpoint import open_checkpoint
 from kernels.weights.source import resolve_model
 from scheduler.plan import RowResult, SamplingParams, ScheduledRow, StepPlan
 from scheduler.scheduler import Scheduler
-from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import RequestSpec
 from scheduler.stats import SchedulerStats
+from tests.support.configs import runner_options, scheduler_config
 
 Logits = Mapping[tuple[int, int], bytes]
 """Keyed by request and position of the token chosen from them."""
@@ -75,7 +74,7 @@ class Served:
 
 def load(model: str, circumstances: Circumstances, **options: Any) -> ModelRunner:
     """Load on the CPU, with a pool of exactly the requested number of blocks."""
-    base = RunnerOptions(
+    base = runner_options(
         model,
         device="cpu",
         dtype="bfloat16",
@@ -99,13 +98,13 @@ def serve(
     sampler = RecordingSampler(runner.vocab_size)
     runner._sampler = sampler
     scheduler = Scheduler(
-        SchedulerConfig(
+        scheduler_config(
             num_blocks=runner.num_blocks,
             block_size=runner.block_size,
             max_num_seqs=32,
             max_model_len=runner.max_model_len,
             max_num_batched_tokens=circumstances.chunk_tokens,
-            enable_prefix_caching=circumstances.prefix_caching,
+            prefix_caching=circumstances.prefix_caching,
             num_lookahead_steps=circumstances.num_lookahead_steps,
         )
     )

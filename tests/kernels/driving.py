@@ -9,8 +9,8 @@ from typing import Any
 from kernels.runner import PendingStep, Runner
 from scheduler.plan import RowResult, SamplingParams, ScheduledRow, StepPlan, TokenLogprobs
 from scheduler.scheduler import Scheduler
-from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import RequestUpdate
+from tests.support.configs import scheduler_config
 
 GREEDY = SamplingParams(seed=0, temperature=0.0)
 
@@ -120,7 +120,7 @@ class Driver:
 def scheduler_for(runner: Runner, **settings: Any) -> Scheduler:
     """A scheduler for all of the runner's blocks."""
     return Scheduler(
-        SchedulerConfig(
+        scheduler_config(
             num_blocks=runner.num_blocks,
             block_size=runner.block_size,
             max_model_len=runner.max_model_len,

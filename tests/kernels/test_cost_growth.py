@@ -18,7 +18,6 @@ from kernels.loading import make_decoder, pool_shape
 from kernels.model_config import ModelConfig
 from kernels.models.cpu.decoder import FusedDecoder
 from kernels.ops.cpu.features import cpu_kernels_supported
-from kernels.runner import RunnerOptions
 from kernels.runtime.gpu.kv_pool import GpuKVPool
 from kernels.runtime.kv_pool import KVPool, bytes_per_block
 from kernels.runtime.model_runner import ModelRunner, PoolShape
@@ -26,6 +25,7 @@ from kernels.sampling.cpu.sampler import Sampler
 from kernels.tools.checks.attention import AttentionCase, check_attention
 from kernels.weights.layout import expected_shapes
 from scheduler.plan import SamplingParams, ScheduledRow, StepPlan
+from tests.support.configs import runner_options
 from tests.support.cost import count_calls, kept_bytes, peak_bytes
 
 CONFIG = ModelConfig("llama", 2, 64, 96, 4, 2, 16, 100, 4096, 1e-5, 10000.0)
@@ -180,6 +180,6 @@ def test_pool_takes_all_whole_blocks_of_its_bytes_and_never_more(
     num_bytes: int, block_size: int, dtype: torch.dtype
 ) -> None:
     block_bytes = bytes_per_block(CONFIG, block_size, dtype)
-    options = RunnerOptions("m", kv_cache_bytes=num_bytes + block_bytes, block_size=block_size)
+    options = runner_options("m", kv_cache_bytes=num_bytes + block_bytes, block_size=block_size)
     taken = pool_shape(options, CONFIG, dtype).num_blocks * block_bytes
     assert taken <= options.kv_cache_bytes < taken + block_bytes

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from kernels.deterministic import (
     EOS_TOKEN_ID,
-    DeterministicOptions,
     DeterministicRunner,
     StepTime,
     expected_tokens,
@@ -18,6 +17,7 @@ from kernels.deterministic import (
 from kernels.runner import Runner
 from scheduler.plan import SamplingParams, ScheduledRow, StepPlan
 from tests.kernels.driving import GREEDY, Driver, Generation, generate, tokens_of
+from tests.support.configs import deterministic_options
 
 PROMPTS = [
     list(text.encode()) for text in ("a", "water", "a queue holds work until", "x" * 16, "y" * 100, "é日")
@@ -25,7 +25,7 @@ PROMPTS = [
 
 
 def make_runner(**options: object) -> DeterministicRunner:
-    return DeterministicRunner(replace(DeterministicOptions(num_blocks=256, block_size=4), **options))  # type: ignore[arg-type]
+    return DeterministicRunner(replace(deterministic_options(num_blocks=256, block_size=4), **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.process

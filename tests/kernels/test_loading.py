@@ -14,9 +14,10 @@ from kernels.runner import RunnerOptions
 from kernels.weights.checkpoint import open_checkpoint
 from kernels.weights.source import ModelFormat, ModelSource
 from tests.kernels.tiny import make_model, save
+from tests.support.configs import runner_options
 
 CONFIG = ModelConfig("llama", 1, 32, 48, 2, 1, 16, 99, 128, 1e-6, 10000.0)
-OPTIONS = RunnerOptions("tiny", kv_cache_bytes=1 << 20, max_num_seqs=2)
+OPTIONS = runner_options("tiny", kv_cache_bytes=1 << 20, max_num_seqs=2)
 
 
 @pytest.fixture

@@ -18,13 +18,14 @@ from scheduler.scheduler import Scheduler
 from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import FinishReason, RequestSpec, RequestUpdate
 from scheduler.step_time import StepCosts, StepLoad, StepTimeModel
+from tests.support.configs import scheduler_config
 
 STOP = 1
 COSTS = StepCosts(base_s=0.010, prefill_token_s=0.001, decode_s=0.002, context_token_s=0.000_001)
 
 
 def make_config(**changes: Any) -> SchedulerConfig:
-    base = SchedulerConfig(
+    base = scheduler_config(
         num_blocks=64, block_size=4, max_num_seqs=4, max_model_len=256, max_num_batched_tokens=32
     )
     return replace(base, **changes)

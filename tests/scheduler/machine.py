@@ -19,6 +19,7 @@ from scheduler.plan import SamplingParams, StepPlan
 from scheduler.scheduler_config import Policy, SchedulerConfig
 from scheduler.spec import FinishReason, RequestSpec, ServiceClass
 from tests.scheduler.driving import STOP, Driver, make_spec, ready_model, undisturbed_output
+from tests.support.configs import scheduler_config
 
 QUICK = settings(
     max_examples=80,
@@ -56,7 +57,7 @@ def run_until_seen(machine: "type[SchedulerMachine]", limits: settings, wanted: 
 
 
 configs = st.builds(
-    SchedulerConfig,
+    scheduler_config,
     num_blocks=st.integers(5, 16),
     block_size=st.sampled_from([2, 4]),
     max_num_seqs=st.integers(1, 5),
@@ -64,7 +65,7 @@ configs = st.builds(
     max_num_batched_tokens=st.integers(5, 24),
     policy=st.sampled_from(list(Policy)),
     watermark_blocks=st.integers(0, 3),
-    enable_prefix_caching=st.booleans(),
+    prefix_caching=st.booleans(),
     max_waiting=st.integers(2, 12),
     max_bypasses=st.integers(0, 3),
     max_blocked_scan=st.integers(0, 3),

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 from scheduler.plan import RowResult, SamplingParams, StepPlan, StepResult
 from scheduler.scheduler import Scheduler
-from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import RequestSpec
+from tests.support.configs import scheduler_config
 from tests.support.cost import count_calls, peak_bytes
 
 BLOCK_SIZE = 16
@@ -19,7 +19,7 @@ def make_scheduler(
     """Requests with prompts of eight tokens; those beyond `num_rows` find no slot."""
     length = 8 + max_tokens
     scheduler = Scheduler(
-        SchedulerConfig(
+        scheduler_config(
             num_blocks=(num_rows + 1) * (length // BLOCK_SIZE + 2),
             block_size=BLOCK_SIZE,
             max_num_seqs=num_rows,

@@ -25,7 +25,7 @@ def test_eight_choices_hold_the_full_prompt_blocks_once_and_one_block_each(has_c
         block_size=16,
         max_num_seqs=8,
         max_num_batched_tokens=128,
-        enable_prefix_caching=has_cache,
+        prefix_caching=has_cache,
     )
     driver = Driver(config)
     driver.add(*choices(8, range(100), 20))
@@ -68,7 +68,7 @@ def test_a_prompt_of_a_thousand_tokens_is_computed_once_in_chunks(num_choices: i
     driver = Driver(
         make_config(
             num_blocks=128, block_size=16, max_num_seqs=16, max_model_len=1024, max_num_batched_tokens=256,
-            enable_prefix_caching=False,
+            prefix_caching=False,
         )
     )  # fmt: skip
     driver.add(*choices(num_choices, range(1000), 2))
@@ -93,9 +93,7 @@ def test_control_without_the_copies_outputs_are_wrong(monkeypatch: pytest.Monkey
 
 
 def test_a_preempted_fork_comes_back_with_the_prompt_and_computes_only_its_own_tokens() -> None:
-    driver = Driver(
-        make_config(num_blocks=10, max_num_seqs=3, watermark_blocks=0, enable_prefix_caching=False)
-    )
+    driver = Driver(make_config(num_blocks=10, max_num_seqs=3, watermark_blocks=0, prefix_caching=False))
     driver.model.stop_after["c1"] = 9
     stops = frozenset((STOP,))
     driver.add(*choices(3, max_tokens=14, stop_token_ids=stops))
@@ -127,7 +125,7 @@ def test_a_preempted_request_takes_its_own_cached_blocks_where_they_reach_furthe
 
 def test_resumed_choices_share_the_prompt_and_compute_their_own_tokens() -> None:
     whole = undisturbed_output(PROMPT, 9)
-    driver = Driver(make_config(max_num_batched_tokens=64, enable_prefix_caching=False))
+    driver = Driver(make_config(max_num_batched_tokens=64, prefix_caching=False))
     driver.add(
         *(
             make_spec(f"c{i}", PROMPT, 9, fork_group="job", generated_token_ids=whole[:known])
@@ -147,7 +145,7 @@ def test_resumed_choices_share_the_prompt_and_compute_their_own_tokens() -> None
 def test_copies_of_one_plan_never_chain_even_if_a_resumed_fork_could_lend_at_once() -> None:
     """c1 came first and has the whole prompt as soon as it is admitted, but its last block only when the plan runs."""
     whole = undisturbed_output(PROMPT, 8)
-    driver = Driver(make_config(enable_prefix_caching=False))
+    driver = Driver(make_config(prefix_caching=False))
     for name, known, arrival_s in (("c1", 3, 1.0), ("c0", 0, 0.0), ("c2", 3, 2.0)):
         driver.add(
             make_spec(

@@ -53,7 +53,7 @@ def test_choices_behind_a_blocked_sibling_are_not_looked_at_before_it_gets_in() 
 
 
 def test_choices_that_found_no_slot_fork_from_whichever_sibling_runs() -> None:
-    driver = Driver(make_config(max_num_seqs=2, enable_prefix_caching=False))
+    driver = Driver(make_config(max_num_seqs=2, prefix_caching=False))
     specs = choices(6, max_tokens=6)
     driver.add(*specs)
     driver.step()

@@ -42,9 +42,7 @@ def test_the_leader_is_cancelled_in_every_state(state: str) -> None:
 
 
 def test_the_leader_ends_in_the_step_that_its_forks_start_in_and_its_blocks_go_to_others() -> None:
-    driver = Driver(
-        make_config(num_blocks=8, max_num_seqs=4, watermark_blocks=0, enable_prefix_caching=False)
-    )
+    driver = Driver(make_config(num_blocks=8, max_num_seqs=4, watermark_blocks=0, prefix_caching=False))
     driver.add(*choices(3, max_tokens=6), make_spec("next", 8, 4, arrival_s=1.0))
     driver.step()
     plan = driver.plan()
@@ -60,7 +58,7 @@ def test_the_leader_ends_in_the_step_that_its_forks_start_in_and_its_blocks_go_t
 
 @pytest.mark.parametrize("has_cache", [True, False])
 def test_nobody_reads_the_blocks_of_a_leader_whose_row_failed(has_cache: bool) -> None:
-    driver = Driver(make_config(enable_prefix_caching=has_cache))
+    driver = Driver(make_config(prefix_caching=has_cache))
     driver.add(*choices(3))
     first = driver.step(failing={"c0"})
     second = driver.step()

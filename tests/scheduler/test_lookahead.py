@@ -60,7 +60,7 @@ def play(config: SchedulerConfig, seed: int, *, is_measured: bool) -> Driver:
 @pytest.mark.parametrize("seed", range(12))
 def test_each_request_gets_the_same_tokens_and_end_with_and_without(seed: int, policy: Policy) -> None:
     config = make_config(
-        num_blocks=14, max_num_seqs=5, policy=policy, enable_prefix_caching=seed % 2 == 0, watermark_blocks=0
+        num_blocks=14, max_num_seqs=5, policy=policy, prefix_caching=seed % 2 == 0, watermark_blocks=0
     )
     plain = play(config, seed, is_measured=seed % 3 == 0)
     lookahead = play(replace(config, num_lookahead_steps=1), seed, is_measured=seed % 3 == 0)

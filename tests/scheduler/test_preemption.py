@@ -65,7 +65,7 @@ def scheduled_tokens(driver: Driver) -> int:
 
 def run_thrashing(**changes: Any) -> Driver:
     """Many long requests on a pool that holds less than three of them. No cache: all recomputing counts."""
-    settings = {"num_blocks": 40, "max_num_seqs": 8, "watermark_blocks": 1, "enable_prefix_caching": False}
+    settings = {"num_blocks": 40, "max_num_seqs": 8, "watermark_blocks": 1, "prefix_caching": False}
     driver = Driver(make_config(max_num_batched_tokens=64, **{**settings, **changes}))
     driver.add(*(make_spec(f"r{i}", 10, 60) for i in range(12)))
     driver.run(max_steps=5000)

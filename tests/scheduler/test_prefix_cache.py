@@ -86,7 +86,7 @@ def test_control_without_the_tenant_salt_another_tenant_hits(monkeypatch: pytest
 
 
 def test_switched_off_nothing_is_found() -> None:
-    driver = warmed(enable_prefix_caching=False)
+    driver = warmed(prefix_caching=False)
     assert driver.scheduler.stats().cached_blocks == 0
     driver.add(make_spec("second", PROMPT, 3))
     assert driver.step().rows[0].num_computed_tokens == 0

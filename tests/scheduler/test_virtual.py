@@ -2,10 +2,11 @@
 
 import pytest
 
-from scheduler.scheduler_config import Policy, SchedulerConfig
+from scheduler.scheduler_config import Policy
 from scheduler.spec import FinishReason
 from scheduler.step_time import StepCosts
 from scheduler.virtual import VirtualRequest, run_lengths, run_virtual
+from tests.support.configs import scheduler_config
 
 VARIED = [8, 2, 2, 2, 6, 4, 4, 4]
 EVEN = [4] * 8
@@ -41,7 +42,7 @@ def test_the_length_of_prompts_does_not_change_the_example(num_prompt_tokens: in
 
 
 def test_arrivals_times_and_stops_follow_the_virtual_clock() -> None:
-    config = SchedulerConfig(num_blocks=64, block_size=16, max_num_seqs=2, max_model_len=256)
+    config = scheduler_config(num_blocks=64, block_size=16, max_num_seqs=2, max_model_len=256)
     costs = StepCosts(base_s=0.5, prefill_token_s=0.0, decode_s=0.0, context_token_s=0.0)
     requests = [
         VirtualRequest("late", 4, 3, arrival_s=10.0),
@@ -57,7 +58,7 @@ def test_arrivals_times_and_stops_follow_the_virtual_clock() -> None:
 
 
 def test_shared_prompts_are_cached_within_a_tenant() -> None:
-    config = SchedulerConfig(num_blocks=64, block_size=16, max_num_seqs=1, max_model_len=256)
+    config = scheduler_config(num_blocks=64, block_size=16, max_num_seqs=1, max_model_len=256)
     requests = [
         VirtualRequest(f"r{i}", 64, 2, num_shared_tokens=48, tenant="a" if i < 2 else "b") for i in range(4)
     ]
@@ -66,7 +67,7 @@ def test_shared_prompts_are_cached_within_a_tenant() -> None:
 
 
 def test_nothing_to_run_is_no_run() -> None:
-    config = SchedulerConfig(num_blocks=4, block_size=16, max_num_seqs=1, max_model_len=64)
+    config = scheduler_config(num_blocks=4, block_size=16, max_num_seqs=1, max_model_len=64)
     run = run_virtual(config, [])
     assert (run.iterations, run.slot_use, run.total_s) == ((), 0.0, 0.0)
 

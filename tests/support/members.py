@@ -8,6 +8,7 @@ from typing import Any
 from aiokafka import AIOKafkaProducer, ConsumerRebalanceListener
 
 from service.ingest import Delivery, JobConsumer, KafkaConfig, ResultProducer, TopicPartition
+from tests.support.configs import kafka_config
 from tests.support.kafka import KafkaBroker
 
 LIMIT_S = 20.0
@@ -34,9 +35,14 @@ def config_for(kafka: KafkaBroker, topic: str, group: str | None = None, **chang
         "retry_backoff_max_s": 0.5,
         "ack_timeout_s": 2.0,
         "create_topics": False,
+        "resume_credit": 8,
     }
-    names = {"bootstrap": kafka.bootstrap, "jobs_topic": topic, "group_id": group or kafka.unique("group")}
-    return KafkaConfig(**(names | fast | changes))
+    names = {
+        "kafka_bootstrap": kafka.bootstrap,
+        "jobs_topic": topic,
+        "group_id": group or kafka.unique("group"),
+    }
+    return kafka_config(**(names | fast | changes))
 
 
 class IgnoresRebalances(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka ships no types

@@ -22,6 +22,7 @@ from service.stream.assemble import StreamAssembler
 from service.stream.reader import Gap, Verdict, read_stream
 from service.wire import DeadLetter, Result, Start, parse_dead_letter, parse_result
 from service.worker.worker import Worker
+from tests.support.configs import stream_config
 from tests.support.kafka import KafkaBroker
 from tests.support.redis import RedisServer
 
@@ -127,7 +128,7 @@ class ServiceUnderTest:
         try:
             async with (
                 asyncio.timeout(limit_s),
-                aclosing(read_stream(redis, job_id, assembler=assembler)) as items,
+                aclosing(read_stream(redis, job_id, config=stream_config(), assembler=assembler)) as items,
             ):
                 async for item in items:
                     if isinstance(item, Gap):
@@ -148,7 +149,7 @@ class ServiceUnderTest:
         try:
             async with (
                 asyncio.timeout(limit_s),
-                aclosing(read_stream(redis, job_id, assembler=assembler)) as items,
+                aclosing(read_stream(redis, job_id, config=stream_config(), assembler=assembler)) as items,
             ):
                 async for _ in items:
                     if len(assembler.choice(0).token_ids) >= count:
@@ -164,7 +165,9 @@ class ServiceUnderTest:
         async def follow(job_id: str) -> str | None:
             mine = False
             assembler = StreamAssembler(job_id)
-            async with aclosing(read_stream(redis, job_id, assembler=assembler)) as items:
+            async with aclosing(
+                read_stream(redis, job_id, config=stream_config(), assembler=assembler)
+            ) as items:
                 async for item in items:
                     mine |= isinstance(item, Start) and item.worker == worker
                     if mine and len(assembler.choice(0).token_ids) >= tokens:

@@ -16,9 +16,11 @@ from service.stream.stream_config import StreamConfig
 from service.stream.writer import AttemptWriter
 from service.wire.common import Usage
 from service.wire.event import Ending, Event, parse_event
+from tests.support.configs import stream_config
 
 DIGEST = "ab" * 32
-FAST = StreamConfig(
+NAMESPACE = "tailrace"
+FAST = stream_config(
     command_timeout_s=2.0,
     connect_timeout_s=2.0,
     stalled_after_s=0.05,
@@ -35,7 +37,7 @@ REFUSED = Ending("rejected", None, Usage(), refused=True)
 async def running_publisher(
     url: str, config: StreamConfig = FAST, **kwargs: Any
 ) -> AsyncIterator[StreamPublisher]:
-    publisher = StreamPublisher(replace(config, url=url), **kwargs)
+    publisher = StreamPublisher(replace(config, redis_url=url), **kwargs)
     task = asyncio.create_task(publisher.run())
     try:
         yield publisher
@@ -43,6 +45,10 @@ async def running_publisher(
         publisher.stop()
         async with asyncio.timeout(5):
             await task
+
+
+def keys_of(job_id: str) -> JobKeys:
+    return JobKeys.of(job_id, NAMESPACE)
 
 
 async def open_job(
@@ -77,7 +83,7 @@ async def eventually(condition: Callable[[], bool], what: str, limit_s: float = 
 
 
 async def log_events(redis: Redis, job_id: str) -> list[Event]:
-    entries: Any = await redis.xrange(JobKeys.of(job_id).log)
+    entries: Any = await redis.xrange(keys_of(job_id).log)
     return [parse_event(fields[b"event"]) for _, fields in entries]
 
 

@@ -8,11 +8,11 @@ from typing import Any
 from service.errors import InternalError
 from service.stream.assemble import Fed, StreamAssembler, standing
 from service.stream.reader import FORGOTTEN_AFTER, Gap, Item, Verdict, _Reader
-from service.stream.stream_config import StreamConfig
 from service.stream.subscription import Sign
 from service.wire import Delta, End, Event, Start
 from tests.fuzz.target import Outcome, Target, expect
 from tests.fuzz.targets.stories import JOB, Script, Story, foreign, script, story
+from tests.support.configs import stream_config
 
 SIGNS = (Sign.SILENCE, Sign.CONFIRMED)
 
@@ -134,7 +134,7 @@ class Readers(Target):
 
     def check(self, case: Script) -> Outcome:
         log, client = KeptLog(), Client()
-        reader = _Reader(log, self.assembler(JOB), StreamConfig())  # type: ignore[arg-type]
+        reader = _Reader(log, self.assembler(JOB), stream_config())  # type: ignore[arg-type]
         try:
             for step, value in case.steps:
                 if step in ("heard", "sign"):

@@ -9,8 +9,9 @@ import transformers
 from transformers import PreTrainedModel
 
 from kernels.loading import load_runner
-from kernels.runner import Runner, RunnerOptions
+from kernels.runner import Runner
 from tests.kernels.tiny import save
+from tests.support.configs import runner_options
 
 MakeModel = Callable[[], PreTrainedModel]
 
@@ -198,7 +199,7 @@ def load(folder: Path, **changes: Any) -> Runner:
         "max_num_seqs": 8,
         "num_threads": 1,
     }
-    return load_runner(RunnerOptions(str(folder), **options | changes))
+    return load_runner(runner_options(str(folder), **options | changes))
 
 
 def assert_telling(tokens: Sequence[list[int]]) -> None:

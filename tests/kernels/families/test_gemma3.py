@@ -12,13 +12,14 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 from kernels.errors import ModelFileError
 from kernels.loading import load_runner
-from kernels.runner import Runner, RunnerOptions
+from kernels.runner import Runner
 from kernels.weights.checkpoint import open_checkpoint
 from kernels.weights.source import ModelSource, resolve_model
 from tests.kernels.driving import generate, tokens_of
 from tests.kernels.gguf_writing import write_gguf
 from tests.kernels.needs import needs_compiled_path, real_model
 from tests.kernels.tiny import make_model, reference_tokens, save
+from tests.support.configs import runner_options
 
 MODEL = "gemma3-270m"
 LENGTHS = (1, 2, 15, 16, 17, 33, 70)
@@ -26,7 +27,7 @@ LENGTHS = (1, 2, 15, 16, 17, 33, 70)
 
 def load(model: str, dtype: str = "float32", kv_cache_bytes: int = 1 << 21, **options: Any) -> Runner:
     return load_runner(
-        RunnerOptions(
+        runner_options(
             model,
             device="cpu",
             dtype=dtype,

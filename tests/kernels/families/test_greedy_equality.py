@@ -7,9 +7,10 @@ import pytest
 from transformers import PreTrainedModel
 
 from kernels.loading import load_runner
-from kernels.runner import Runner, RunnerOptions
+from kernels.runner import Runner
 from tests.kernels.driving import generate, tokens_of
 from tests.kernels.tiny import FAMILIES, make_model, reference_tokens, save
+from tests.support.configs import runner_options
 
 NUM_TOKENS = 24
 
@@ -22,7 +23,7 @@ def _prompts(vocab_size: int) -> list[list[int]]:
 
 def _load(folder: Path, block_size: int = 16) -> Runner:
     return load_runner(
-        RunnerOptions(
+        runner_options(
             str(folder),
             device="cpu",
             dtype="float32",

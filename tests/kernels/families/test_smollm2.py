@@ -10,11 +10,12 @@ from gguf.quants import dequantize
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kernels.loading import load_runner
-from kernels.runner import Runner, RunnerOptions
+from kernels.runner import Runner
 from kernels.weights.source import ModelSource
 from tests.kernels.driving import generate, tokens_of
 from tests.kernels.needs import real_model
 from tests.kernels.tiny import reference_tokens
+from tests.support.configs import runner_options
 
 pytestmark = pytest.mark.model
 
@@ -105,7 +106,7 @@ def prompts(source: ModelSource) -> list[list[int]]:
 
 def _load(dtype: str) -> Runner:
     return load_runner(
-        RunnerOptions(
+        runner_options(
             MODEL, device="cpu", dtype=dtype, kv_cache_bytes=1 << 27, max_num_seqs=32, num_threads=1
         )
     )

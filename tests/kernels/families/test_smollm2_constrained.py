@@ -8,11 +8,10 @@ import orjson
 import pytest
 
 from kernels.loading import load_runner
-from kernels.runner import Runner, RunnerOptions
+from kernels.runner import Runner
 from kernels.weights.source import ModelSource
 from scheduler.plan import SamplingParams
 from scheduler.scheduler import Scheduler
-from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import FinishReason, RequestSpec
 from service.grammar import load_grammars
 from service.grammar.formats import grammar_of
@@ -20,6 +19,7 @@ from service.text.load import load_tokenizer
 from service.text.tokenizer import Tokenizer
 from service.wire import parse_job
 from tests.kernels.needs import real_model
+from tests.support.configs import runner_options, scheduler_config
 
 pytestmark = pytest.mark.model
 
@@ -63,7 +63,7 @@ def tokenizer(source: ModelSource) -> Tokenizer:
 @pytest.fixture(scope="module")
 def runner(tokenizer: Tokenizer) -> Runner:
     runner = load_runner(
-        RunnerOptions(
+        runner_options(
             MODEL, device="cpu", dtype="float32", kv_cache_bytes=1 << 27, max_num_seqs=8, num_threads=1
         )
     )
@@ -97,7 +97,7 @@ def specs(tokenizer: Tokenizer) -> list[tuple[RequestSpec, dict[str, Any]]]:
 
 def run(runner: Runner, wanted: list[RequestSpec]) -> tuple[dict[str, list[int]], dict[str, FinishReason]]:
     scheduler = Scheduler(
-        SchedulerConfig(
+        scheduler_config(
             num_blocks=runner.num_blocks,
             block_size=runner.block_size,
             max_num_seqs=8,

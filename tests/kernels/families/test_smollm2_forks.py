@@ -13,15 +13,15 @@ from kernels.loading import load_runner
 from kernels.models.cpu.decoder import FusedDecoder
 from kernels.models.portable import PortableDecoder
 from kernels.ops.cpu.features import cpu_kernels_supported
-from kernels.runner import Dtype, Quantization, RunnerOptions
+from kernels.runner import Dtype, Quantization
 from kernels.runtime.kv_pool import KVPool
 from kernels.runtime.model_runner import ModelRunner
 from scheduler.plan import RowResult, SamplingParams, StepPlan, StepResult, TokenLogprobs
 from scheduler.scheduler import Scheduler
-from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import FinishReason, RequestSpec
 from tests.kernels.needs import real_model
 from tests.kernels.tiny import make_model, save
+from tests.support.configs import runner_options, scheduler_config
 
 pytestmark = pytest.mark.model
 
@@ -77,7 +77,7 @@ def runner(case: Case, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     else:
         model = "smollm2-135m-instruct"
         real_model(model)
-    options = RunnerOptions(
+    options = runner_options(
         model,
         device="cpu",
         dtype=case.dtype,
@@ -110,7 +110,7 @@ class Run:
 
     runner: ModelRunner
     num_blocks: int = 64
-    enable_prefix_caching: bool = True
+    prefix_caching: bool = True
     before: Callable[[Scheduler, StepPlan], StepPlan] = lambda scheduler, plan: plan
     after: Callable[[StepPlan, StepResult], StepResult] = lambda plan, result: result
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -121,13 +121,13 @@ class Run:
         pool.keys.fill_(math.nan)  # what is read without having been written or copied shows
         pool.values.fill_(math.nan)
         scheduler = self.scheduler = Scheduler(
-            SchedulerConfig(
+            scheduler_config(
                 num_blocks=self.num_blocks,
                 block_size=self.runner.block_size,
                 max_num_seqs=8,
                 max_model_len=512,
                 max_num_batched_tokens=64,
-                enable_prefix_caching=self.enable_prefix_caching,
+                prefix_caching=self.prefix_caching,
                 enable_goodput=False,
             )
         )
@@ -179,7 +179,7 @@ def alone(runner: ModelRunner, num_prompt: int) -> dict[str, Outcome]:
     """Each choice as a job of its own, one after the other, computing its whole prompt."""
     outcomes: dict[str, Outcome] = {}
     for spec in choices(num_prompt, group=None):
-        outcomes |= Run(runner, enable_prefix_caching=False)(spec).outcomes
+        outcomes |= Run(runner, prefix_caching=False)(spec).outcomes
     assert len({tuple(outcome.tokens) for outcome in outcomes.values()}) == NUM_CHOICES
     return outcomes
 
@@ -204,7 +204,7 @@ def num_prefilled(run: Run) -> int:
 def test_choices_equal_jobs_of_their_own_to_the_bit(
     runner: ModelRunner, case: Case, alone: dict[str, Outcome], has_cache: bool
 ) -> None:
-    run = Run(runner, enable_prefix_caching=has_cache)(*choices(case.num_prompt))
+    run = Run(runner, prefix_caching=has_cache)(*choices(case.num_prompt))
 
     check(case, run, alone, *alone)
     assert num_prefilled(run) == case.num_prompt + NUM_CHOICES - 1
@@ -224,7 +224,7 @@ def test_a_preempted_fork_equals_an_undisturbed_one(
     runner: ModelRunner, case: Case, num_prompt: int, alone: dict[str, Outcome]
 ) -> None:
     """The pool has room for the prompt and a block or two of each choice, which needs two or three."""
-    run = Run(runner, num_blocks=11, enable_prefix_caching=False)(*choices(num_prompt))
+    run = Run(runner, num_blocks=11, prefix_caching=False)(*choices(num_prompt))
 
     assert run.scheduler.stats().num_preemptions > 0
     check(case, run, alone, *alone)
@@ -281,7 +281,7 @@ def test_choices_resumed_with_what_each_had_go_on_to_the_bit(
         for spec in choices(num_prompt)
     ]
 
-    run = Run(runner, enable_prefix_caching=False)(*specs)
+    run = Run(runner, prefix_caching=False)(*specs)
 
     for name, num_known in known.items():
         check(case, run, alone, name, known=num_known)

@@ -6,15 +6,16 @@ from dataclasses import replace
 import pytest
 from llguidance import LLMatcher
 
-from kernels.deterministic import EOS_TOKEN_ID, DeterministicOptions, DeterministicRunner
+from kernels.deterministic import EOS_TOKEN_ID, DeterministicRunner
 from kernels.grammar import Grammars, TokenVocabulary
 from kernels.loading import load_runner
-from kernels.runner import Runner, RunnerOptions
+from kernels.runner import Runner
 from scheduler.plan import SamplingParams
 from scheduler.spec import FinishReason, RequestSpec
 from tests.kernels.driving import scheduler_for, updates_of
 from tests.kernels.runtime.grammar_cases import BOUNDED, CASES, Tokens, check_outputs, run, specs
 from tests.kernels.tiny import SIZES, make_model, save
+from tests.support.configs import deterministic_options, runner_options
 
 BLOCK_BYTES = 2 * 3 * 2 * 16 * 16 * 4
 """K and V, layers, KV heads, head size, tokens, float32."""
@@ -33,7 +34,7 @@ def load_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Runne
     grammars = Grammars(TokenVocabulary(TINY_TOKENS, TINY_EOS), SIZES["vocab_size"])
 
     def load(num_blocks: int) -> Runner:
-        options = RunnerOptions(
+        options = runner_options(
             str(folder),
             device="cpu",
             dtype="float32",
@@ -50,7 +51,7 @@ def load_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Runne
 
 
 def byte_runner(num_blocks: int) -> Runner:
-    runner = DeterministicRunner(DeterministicOptions(num_blocks=num_blocks, block_size=16))
+    runner = DeterministicRunner(deterministic_options(num_blocks=num_blocks, block_size=16))
     runner.constrain_with(
         Grammars(TokenVocabulary([bytes([byte]) for byte in range(256)], frozenset({EOS_TOKEN_ID})), 257)
     )

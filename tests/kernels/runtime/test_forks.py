@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from kernels.deterministic import DeterministicOptions, DeterministicRunner, expected_tokens
+from kernels.deterministic import DeterministicRunner, expected_tokens
 from scheduler.plan import SamplingParams, StepPlan, StepResult
 from scheduler.scheduler import Scheduler
 from scheduler.spec import FinishReason, RequestSpec
 from tests.kernels.driving import scheduler_for
+from tests.support.configs import deterministic_options
 
 MAX_TOKENS, POISON = 40, 7
 PROMPTS = {
@@ -51,7 +52,7 @@ def serve(
 
 
 def test_every_choice_is_what_it_would_be_alone() -> None:
-    runner = DeterministicRunner(DeterministicOptions(num_blocks=16))
+    runner = DeterministicRunner(deterministic_options(num_blocks=16))
 
     scheduler, tokens, _ = serve(runner, PROMPTS)
 
@@ -67,11 +68,11 @@ def test_every_choice_is_what_it_would_be_alone() -> None:
 
 def test_control_without_the_copies_the_runner_notices() -> None:
     with pytest.raises(AssertionError, match="does not continue the context"):
-        serve(WithoutCopies(DeterministicOptions(num_blocks=64)), {"partial": PROMPTS["partial"]})
+        serve(WithoutCopies(deterministic_options(num_blocks=64)), {"partial": PROMPTS["partial"]})
 
 
 def test_a_poisoned_prompt_fails_its_own_choices_and_no_others() -> None:
-    runner = DeterministicRunner(DeterministicOptions(num_blocks=64, poison_token_id=POISON))
+    runner = DeterministicRunner(deterministic_options(num_blocks=64, poison_token_id=POISON))
 
     _, tokens, ends = serve(runner, {**PROMPTS, "poisoned": (40, POISON, *range(40, 75))})
 

@@ -10,11 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from kernels.loading import load_runner
-from kernels.runner import RunnerOptions
 from kernels.runtime.model_runner import ModelRunner
 from scheduler.plan import SamplingParams, ScheduledRow, StepPlan
 from tests.kernels.driving import GREEDY, Driver, Generation, generate, tokens_of
 from tests.kernels.tiny import make_model, reference_tokens, save
+from tests.support.configs import runner_options
 
 NAN_TOKEN = 5
 PROMPTS = [[7, 8, 9], [10] * 17, list(range(20, 60)), [3, 1, 4, 1, 5 + 1, 9, 2, 6]]
@@ -47,7 +47,7 @@ def expected(model: PreTrainedModel) -> dict[str, list[int]]:
 
 
 def load(folder: Path, **fields: object) -> ModelRunner:
-    options = RunnerOptions(
+    options = runner_options(
         str(folder), device="cpu", dtype="float32", kv_cache_bytes=1 << 21, max_num_seqs=33, num_threads=1
     )
     options = replace(options, **fields)  # type: ignore[arg-type]

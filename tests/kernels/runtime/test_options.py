@@ -9,10 +9,10 @@ import torch
 from kernels.errors import OptionsError
 from kernels.loading import load_runner, pool_shape
 from kernels.model_config import ModelConfig
-from kernels.runner import RunnerOptions
 from kernels.runtime.kv_pool import bytes_per_block
 from kernels.runtime.model_runner import PoolShape
 from tests.kernels.tiny import make_model, save
+from tests.support.configs import runner_options
 
 CONFIG = ModelConfig(
     model_type="llama",
@@ -31,7 +31,7 @@ BLOCK_BYTES = bytes_per_block(CONFIG, 16, torch.float32)
 
 
 def shape_of(**fields: Any) -> PoolShape:
-    return pool_shape(RunnerOptions("m", **fields), CONFIG, torch.float32)
+    return pool_shape(runner_options("m", **fields), CONFIG, torch.float32)
 
 
 def test_bytes_become_whole_blocks() -> None:
@@ -59,23 +59,6 @@ def test_pool_that_cannot_be_had_names_value_and_limit(fields: dict[str, Any], m
         shape_of(**fields)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"device": "tpu"}, "device is 'tpu'; it must be one of auto, cpu, cuda"),
-        ({"dtype": "float8"}, "dtype is 'float8'; it must be one of auto, float32, bfloat16, float16"),
-        ({"quantization": "int4"}, "quantization is 'int4'; it must be one of none, int8"),
-        ({"block_size": 0}, "block_size is 0; it must be at least 1"),
-        ({"max_num_seqs": -1}, "max_num_seqs is -1"),
-        ({"max_model_len": 0}, "max_model_len is 0"),
-        ({"num_threads": 0}, "num_threads is 0"),
-    ],
-)
-def test_option_out_of_range_names_the_choices(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionsError, match=message):
-        RunnerOptions("m", **fields)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(make_model("llama"), tmp_path_factory.mktemp("llama"))
@@ -84,17 +67,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is present")
 def test_cuda_without_a_device_is_refused(folder: Path) -> None:
     with pytest.raises(OptionsError, match="device is cuda; torch finds no usable CUDA device"):
-        load_runner(RunnerOptions(str(folder), device="cuda"))
+        load_runner(runner_options(str(folder), device="cuda"))
 
 
 def test_float16_on_the_cpu_is_refused(folder: Path) -> None:
     with pytest.raises(OptionsError, match="dtype is float16; on the cpu use bfloat16, float32 or auto"):
-        load_runner(RunnerOptions(str(folder), device="cpu", dtype="float16"))
+        load_runner(runner_options(str(folder), device="cpu", dtype="float16"))
 
 
 def test_block_size_that_the_pool_refuses_is_the_operators(folder: Path) -> None:
     with pytest.raises(OptionsError, match="block_size is 24"):
-        load_runner(RunnerOptions(str(folder), device="cpu", block_size=24))
+        load_runner(runner_options(str(folder), device="cpu", block_size=24))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +95,7 @@ def test_automatic_type_follows_the_processor(
     capabilities = {"avx512_f": True, "avx512_bf16": native}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     monkeypatch.setattr("kernels.loading.cpu_kernels_supported", lambda **_: compiled)
-    options = RunnerOptions(str(folder), device="cpu", kv_cache_bytes=1 << 20, num_threads=1)
+    options = runner_options(str(folder), device="cpu", kv_cache_bytes=1 << 20, num_threads=1)
 
     runner = load_runner(options)
 

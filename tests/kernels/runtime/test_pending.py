@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from kernels.deterministic import DeterministicOptions, DeterministicRunner
+from kernels.deterministic import DeterministicRunner
 from kernels.loading import load_runner
-from kernels.runner import Runner, RunnerOptions
+from kernels.runner import Runner
 from kernels.runtime.running_step import PREDECESSOR_FAILED, LastTokens
 from scheduler.plan import PENDING_TOKEN, RowResult, SamplingParams, ScheduledRow, StepPlan
 from tests.kernels.driving import GREEDY
 from tests.kernels.tiny import make_model, save
+from tests.support.configs import deterministic_options, runner_options
 
 PROMPTS = {"a": (7, 8, 9), "b": (10,) * 17, "c": tuple(range(20, 60))}
 PENALISED = SamplingParams(seed=3, temperature=0.7, repetition_penalty=1.2, frequency_penalty=0.3)
@@ -28,8 +29,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=["model", "deterministic"])
 def load(request: pytest.FixtureRequest, folder: Path) -> Callable[[], Runner]:
     if request.param == "deterministic":
-        return lambda: DeterministicRunner(DeterministicOptions(num_blocks=64))
-    options = RunnerOptions(str(folder), device="cpu", dtype="float32", kv_cache_bytes=1 << 21, num_threads=1)
+        return lambda: DeterministicRunner(deterministic_options(num_blocks=64))
+    options = runner_options(
+        str(folder), device="cpu", dtype="float32", kv_cache_bytes=1 << 21, num_threads=1
+    )
     return lambda: load_runner(options)
 
 

@@ -4,14 +4,15 @@ from collections.abc import Callable
 
 import pytest
 
-from kernels.deterministic import DeterministicOptions, DeterministicRunner, expected_tokens
+from kernels.deterministic import DeterministicRunner, expected_tokens
 from kernels.loading import load_runner
-from kernels.runner import Runner, RunnerOptions
+from kernels.runner import Runner
 from kernels.runtime.model_runner import ModelRunner
 from scheduler.plan import SamplingParams
 from scheduler.spec import FinishReason, RequestSpec
 from tests.kernels.driving import generate, scheduler_for, updates_of
 from tests.kernels.tiny import make_model, save
+from tests.support.configs import deterministic_options, runner_options
 
 MAX_NUM_SEQS, MAX_TOKENS = 6, 40
 PROMPTS = [tuple(range(30, 30 + length)) for length in (3, 20, 20, 47, 9, 33, 16, 64, 50, 1)]
@@ -48,7 +49,7 @@ LOOKAHEAD = pytest.mark.parametrize("num_lookahead_steps", [0, 1])
 
 @LOOKAHEAD
 def test_deterministic_runner(num_lookahead_steps: int) -> None:
-    runner = DeterministicRunner(DeterministicOptions(num_blocks=16, block_size=16))
+    runner = DeterministicRunner(deterministic_options(num_blocks=16, block_size=16))
 
     tokens, num_preemptions = run(runner, num_lookahead_steps)
 
@@ -64,7 +65,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], ModelRunne
     block_bytes = 2 * 3 * 2 * 16 * 16 * 4  # K and V, layers, KV heads, head size, tokens, float32
 
     def load_with(num_blocks: int) -> ModelRunner:
-        options = RunnerOptions(
+        options = runner_options(
             str(folder),
             device="cpu",
             dtype="float32",

@@ -1,5 +1,6 @@
 """transformers as a baseline: the same model, and outputs of exactly the requested lengths."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from tests.kernels.gguf_writing import write_gguf
 from tests.kernels.tiny import make_model, save
 
 NAMES = ["transformers_naive", "transformers_static_16", "transformers_continuous"]
+OPTIONS = BaselineOptions(
+    dtype="float32", device="cpu", num_threads=None, naive_limit=16, max_concurrent=64, cpu_batch_tokens=512
+)
 REQUESTS = [(range(3 + number, 9 + 5 * number), 3 + number % 4) for number in range(18)]
 
 
@@ -73,9 +77,7 @@ def test_all_ways_generate_what_was_asked_for_whatever_the_end_of_sequence(folde
     """Each way fails on an output of another length, so figures mean that lengths were right."""
     started: list[str] = []
 
-    outcomes = run_baselines_apart(
-        folder, REQUESTS, BaselineOptions(device="cpu", dtype="float32", naive_limit=2), started.append
-    )
+    outcomes = run_baselines_apart(folder, REQUESTS, replace(OPTIONS, naive_limit=2), started.append)
 
     assert started == list(outcomes) == NAMES
     counts = []
@@ -96,7 +98,7 @@ def test_way_that_fails_says_so_and_leaves_the_others(
 
     monkeypatch.setattr(LlamaForCausalLM, "init_continuous_batching", refuse)
 
-    outcomes = dict(run_baselines(folder, REQUESTS[:1], BaselineOptions(device="cpu", dtype="float32")))
+    outcomes = dict(run_baselines(folder, REQUESTS[:1], OPTIONS))
 
     assert outcomes["transformers_continuous"] == BaselineFailure("ValueError: no such thing here")
     assert [isinstance(outcome, BaselineRun) for outcome in outcomes.values()] == [True, True, False]
@@ -105,7 +107,7 @@ def test_way_that_fails_says_so_and_leaves_the_others(
 def test_model_that_transformers_cannot_load_fails_every_way(folder: ModelSource) -> None:
     (folder.path / "model.safetensors").write_bytes(b"damaged")
 
-    outcomes = dict(run_baselines(folder, REQUESTS[:1], BaselineOptions(device="cpu")))
+    outcomes = dict(run_baselines(folder, REQUESTS[:1], replace(OPTIONS, dtype="bfloat16")))
 
     assert list(outcomes) == NAMES
     assert all(isinstance(outcome, BaselineFailure) and outcome.error for outcome in outcomes.values())

@@ -9,10 +9,11 @@ from transformers import PreTrainedModel
 
 from kernels.errors import OptionsError
 from kernels.loading import load_runner
-from kernels.runner import Dtype, RunnerOptions
+from kernels.runner import Dtype
 from kernels.runtime.model_runner import ModelRunner
 from kernels.tools.perplexity import score_windows
 from tests.kernels.tiny import make_model, save
+from tests.support.configs import runner_options
 
 WINDOWS = [
     [(7 * place + start) % 199 for place in range(length)] for start, length in ((3, 2), (11, 70), (0, 33))
@@ -30,7 +31,7 @@ def folder(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def load(folder: Path, dtype: Dtype = "float32", max_model_len: int | None = None) -> ModelRunner:
-    options = RunnerOptions(
+    options = runner_options(
         str(folder),
         device="cpu",
         dtype=dtype,

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from kernels.errors import ModelFileError
 from kernels.loading import load_runner
 from kernels.model_config import RopeScaling
-from kernels.runner import RunnerOptions
 from kernels.weights.checkpoint import open_checkpoint
 from kernels.weights.gguf_config import llama3_factors
 from kernels.weights.source import resolve_model
 from tests.kernels.driving import generate, tokens_of
 from tests.kernels.gguf_writing import write_gguf
 from tests.kernels.tiny import load, make_model, reference_tokens
+from tests.support.configs import runner_options
 
 ARCHITECTURES = {
     "llama": "llama",
@@ -137,7 +137,7 @@ def test_file_generates_what_transformers_generates(family: str, tmp_path: Path)
     model = make_model(family)
     path = write_gguf(model, tmp_path / "m.gguf", ARCHITECTURES.get(family, "llama"), keys=_keys_of(model))
     prompts = [[5, 6, 7], list(range(3, 60))]
-    options = RunnerOptions(str(path), device="cpu", dtype="float32", kv_cache_bytes=1 << 21, num_threads=1)
+    options = runner_options(str(path), device="cpu", dtype="float32", kv_cache_bytes=1 << 21, num_threads=1)
 
     tokens = tokens_of(generate(load_runner(options), prompts, 16, chunk_tokens=9))
 

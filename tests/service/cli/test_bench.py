@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from service.cli.bench_offline import with_slots
 from service.cli.bench_report import note_spread, spread
+from service.settings import load_settings
 from tests.service.cli.bench_support import run_bench, save_tiny_model
 from tests.service.cli.conftest import Tailrace
 
@@ -151,6 +153,19 @@ def test_shapes_run_one_after_the_other_and_give_both_rates() -> None:
         assert (run["failed"], run["cached_prompt_tokens"]) == (0, 0)
         assert run["ttft_s"]["p50"] > 0
         assert run["tpot_s"]["p50"] > 0
+
+
+def test_more_slots_than_the_token_budget_raise_the_budget(in_process: Tailrace) -> None:
+    environ = FAST | {"TAILRACE_MAX_NUM_SEQS": "8", "TAILRACE_MAX_NUM_BATCHED_TOKENS": "16"}
+    ended = in_process("bench", "offline", "--shape", "1:3:40", "--slots", "20", "--json", **environ)
+    report = json.loads(ended.stdout)
+    assert (report["slots"], report["runs"]["continuous"]["requests"]) == (20, 40)
+
+
+@pytest.mark.parametrize(("slots", "budget"), [(600, 600), (8, 512)])
+def test_slots_leave_a_budget_that_suffices(slots: int, budget: int) -> None:
+    settings = with_slots(load_settings({}), slots)
+    assert (settings.max_num_seqs, settings.max_num_batched_tokens) == (slots, budget)
 
 
 def test_shapes_and_policies_make_a_run_each_and_a_table() -> None:

@@ -37,7 +37,7 @@ async def test_given_addresses_override_the_environment(monkeypatch: pytest.Monk
     settings = client.settings
     assert (settings.kafka_bootstrap, settings.redis_url) == ("other.example:9093", "redis://other.example/2")
     assert (settings.namespace, settings.jobs_topic) == ("mine", "jobs")
-    assert client.config.bootstrap == "other.example:9093"
+    assert client.config.kafka_bootstrap == "other.example:9093"
     await client.close()
 
 

@@ -12,9 +12,9 @@ from service.client.lookup import Seen, seen_before
 from service.client.result_topic import read_results
 from service.embedded.stack import EmbeddedStack
 from service.settings import Settings, load_settings
-from service.stream.keys import JobKeys
 from service.wire import Result
 from service.wire.job import fingerprint
+from tests.support.streams import keys_of
 
 
 @pytest.fixture
@@ -73,10 +73,10 @@ async def test_what_redis_remembers_of_a_job(settings: Settings) -> None:
     try:
         assert await seen_before(redis, "tailrace", "job-1", b"{}") is Seen.NEVER
         digest = fingerprint(b"{}")
-        await redis.hset(JobKeys.of("job-1").meta, "digest", digest)
+        await redis.hset(keys_of("job-1").meta, "digest", digest)
         assert await seen_before(redis, "tailrace", "job-1", b"{}") is Seen.RUNNING
         assert await seen_before(redis, "tailrace", "job-1", b"{ }") is Seen.OTHER_JOB
-        await redis.hset(JobKeys.of("job-1").meta, "ended", "completed")
+        await redis.hset(keys_of("job-1").meta, "ended", "completed")
         assert await seen_before(redis, "tailrace", "job-1", b"{}") is Seen.ENDED
     finally:
         await redis.aclose()

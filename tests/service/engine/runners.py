@@ -5,8 +5,9 @@ from collections import deque
 from kernels.deterministic import DeterministicOptions, DeterministicRunner
 from kernels.runner import FinishedStep, PendingStep
 from scheduler.plan import StepPlan, StepResult
+from tests.support.configs import deterministic_options
 
-OPTIONS = DeterministicOptions(num_blocks=64)
+OPTIONS = deterministic_options(num_blocks=64)
 
 
 class PoisonedRunner(DeterministicRunner):

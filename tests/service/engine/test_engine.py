@@ -12,11 +12,11 @@ from kernels.deterministic import DeterministicOptions, DeterministicRunner, exp
 from kernels.runner import FinishedStep, Runner
 from scheduler.plan import SamplingParams, StepPlan, StepResult
 from scheduler.scheduler import Scheduler
-from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import FinishReason, RequestSpec, RequestUpdate
 from service.engine import Engine, StepThread
 from service.errors import InternalError
 from tests.service.engine.runners import OPTIONS, PoisonedRunner, QueuedRunner
+from tests.support.configs import scheduler_config
 
 
 class Recorder:
@@ -58,7 +58,7 @@ class Mode:
 
     def scheduler(self, runner: Runner) -> Scheduler:
         return Scheduler(
-            SchedulerConfig(
+            scheduler_config(
                 num_blocks=64,
                 block_size=runner.block_size,
                 max_num_seqs=8,

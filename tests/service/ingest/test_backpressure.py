@@ -3,9 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import SecretStr
 
 from service.ingest.backpressure import CreditGate, ProgressWatchdog
-from service.ingest.kafka_config import KafkaConfig
+from tests.support.configs import kafka_config
 
 P0, P1 = ("jobs", 0), ("jobs", 1)
 
@@ -74,17 +75,17 @@ class TestWatchdog:
 
 
 def test_hazard_defaults_are_not_those_of_aiokafka() -> None:
-    config = KafkaConfig()
+    config = kafka_config()
     assert config.session_timeout_s == 45
     assert config.rebalance_timeout_s == 30
 
 
 def test_bad_settings_name_field_value_and_limit() -> None:
     with pytest.raises(ValueError, match=r"heartbeat_interval_s is 3: it may be at most half .*\(5\)"):
-        KafkaConfig(session_timeout_s=5)
+        kafka_config(session_timeout_s=5)
     with pytest.raises(ValueError, match="max_poll_records is 0: it must be at least 1"):
-        KafkaConfig(max_poll_records=0)
+        kafka_config(max_poll_records=0)
 
 
 def test_password_is_not_shown() -> None:
-    assert "hunter2" not in repr(KafkaConfig(sasl_password="hunter2"))
+    assert "hunter2" not in repr(kafka_config(kafka_sasl_password=SecretStr("hunter2")))

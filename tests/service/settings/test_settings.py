@@ -1,9 +1,17 @@
 """Settings come from the environment only, are checked together and never leak a secret."""
 
+import dataclasses
+
 import pytest
 
+from kernels.deterministic import DeterministicOptions
+from kernels.runner import RunnerOptions
+from scheduler.scheduler_config import SchedulerConfig
 from service.errors import SettingsError
-from service.settings import MASK, Settings, load_settings, mask_url, masked, variable_names
+from service.ingest import KafkaConfig
+from service.settings import MASK, Settings, changed, load_settings, mask_url, masked, variable_names
+from service.stream.stream_config import StreamConfig
+from service.worker.specs import ModelLimits
 
 
 def test_names_that_outside_tools_rely_on() -> None:
@@ -50,6 +58,12 @@ def test_unknown_name_is_refused_with_a_suggestion() -> None:
         ("DEVICE", "tpu", "'auto', 'cpu' or 'cuda'"),
         ("JOBS_TOPIC", "a b", "pattern"),
         ("BLOCK_SIZE", "24", "power of two"),
+        ("MAX_NUM_BATCHED_TOKENS", "63", "at least TAILRACE_MAX_NUM_SEQS, 64"),
+        ("DTYPE", "float8", "'float32', 'bfloat16' or 'float16'"),
+        ("QUANTIZATION", "int4", "'none' or 'int8'"),
+        ("BF16_PRODUCT", "amx", "'auto', 'dot' or 'fma'"),
+        ("STREAM_TTL_S", "0", "greater than or equal to 1"),
+        ("STREAM_MAX_EVENTS", "63", "greater than or equal to 64"),
         ("MAX_WAITING", "15", "TAILRACE_MAX_WAITING is 15; must be at least 16: all choices of a job"),
         ("JOBS_TOPIC", "tailrace.results", "must differ"),
     ],
@@ -70,6 +84,35 @@ def test_all_problems_are_reported_at_once() -> None:
 def test_sasl_needs_a_user_and_a_password() -> None:
     with pytest.raises(SettingsError, match="KAFKA_SASL_PASSWORD must be set"):
         load_settings({"TAILRACE_KAFKA_SECURITY_PROTOCOL": "SASL_SSL", "TAILRACE_KAFKA_SASL_USERNAME": "u"})
+
+
+def test_what_a_command_changes_is_checked_like_the_environment() -> None:
+    settings = load_settings(
+        {"TAILRACE_MAX_NUM_BATCHED_TOKENS": "64", "TAILRACE_KAFKA_SASL_PASSWORD": "hunter2"}
+    )
+    assert changed(settings, max_num_seqs=8) == load_settings(
+        {
+            "TAILRACE_MAX_NUM_BATCHED_TOKENS": "64",
+            "TAILRACE_KAFKA_SASL_PASSWORD": "hunter2",
+            "TAILRACE_MAX_NUM_SEQS": "8",
+        }
+    )
+    says = "TAILRACE_MAX_NUM_BATCHED_TOKENS is 64; must be at least TAILRACE_MAX_NUM_SEQS, 65"
+    with pytest.raises(SettingsError, match=says):
+        changed(settings, max_num_seqs=65)
+
+
+PARTS = [KafkaConfig, StreamConfig, RunnerOptions, SchedulerConfig, DeterministicOptions, ModelLimits]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_has_no_default_where_there_is_a_setting(part: type) -> None:
+    doubled = [
+        field.name
+        for field in dataclasses.fields(part)
+        if field.name in Settings.model_fields and field.default is not dataclasses.MISSING
+    ]
+    assert doubled == []
 
 
 def test_secrets_are_masked() -> None:

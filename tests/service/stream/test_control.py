@@ -9,9 +9,8 @@ import pytest
 from redis.asyncio import Redis
 
 from service.stream.control import CancelListener, request_cancel
-from service.stream.keys import JobKeys
 from tests.support.redis import RedisServer
-from tests.support.streams import FAST, open_job, running_publisher
+from tests.support.streams import FAST, NAMESPACE, keys_of, open_job, running_publisher
 
 pytestmark = pytest.mark.redis
 
@@ -35,7 +34,7 @@ class Heard:
 
 @asynccontextmanager
 async def listening(url: str, heard: Heard) -> AsyncIterator[CancelListener]:
-    listener = CancelListener(replace(FAST, url=url), heard.on_cancel, lambda: heard.active)
+    listener = CancelListener(replace(FAST, redis_url=url), heard.on_cancel, lambda: heard.active)
     task = asyncio.create_task(listener.run())
     try:
         yield listener
@@ -49,16 +48,16 @@ async def test_a_request_reaches_a_listener_at_once(redis_server: RedisServer) -
     heard = Heard()
     async with Redis.from_url(redis_server.url) as redis, listening(redis_server.url, heard) as listener:
         await asyncio.wait_for(listener.listening.wait(), 5)
-        await request_cancel(redis, "job-1")
+        await request_cancel(redis, "job-1", namespace=NAMESPACE)
         await heard.until("job-1")
-        assert 0 < await redis.ttl(JobKeys.of("job-1").cancel) <= 3600
+        assert 0 < await redis.ttl(keys_of("job-1").cancel) <= 3600
 
 
 async def test_a_request_made_before_the_job_was_fetched_is_found_on_opening(
     redis_server: RedisServer,
 ) -> None:
     async with Redis.from_url(redis_server.url) as redis, running_publisher(redis_server.url) as publisher:
-        await request_cancel(redis, "job-1")
+        await request_cancel(redis, "job-1", namespace=NAMESPACE)
         assert (await open_job(publisher, "job-1")).cancelled
         assert not (await open_job(publisher, "job-2")).cancelled
 
@@ -69,8 +68,8 @@ async def test_a_request_made_while_no_worker_listened_is_found_after_subscribin
     heard = Heard()
     heard.active = [f"job-{i}" for i in range(1100)]
     async with Redis.from_url(redis_server.url) as redis:
-        await request_cancel(redis, "job-1099")
-        await request_cancel(redis, "not-mine")
+        await request_cancel(redis, "job-1099", namespace=NAMESPACE)
+        await request_cancel(redis, "not-mine", namespace=NAMESPACE)
         async with listening(redis_server.url, heard):
             await heard.until("job-1099")
             assert heard.ids == ["job-1099"]
@@ -83,7 +82,7 @@ async def test_requests_survive_the_loss_of_the_listeners_connection(redis_serve
         for i in range(5):
             heard.active.append(f"job-{i}")
             await redis.client_kill_filter(_type="pubsub")
-            await request_cancel(redis, f"job-{i}")
+            await request_cancel(redis, f"job-{i}", namespace=NAMESPACE)
             await heard.until(f"job-{i}")
 
 
@@ -93,19 +92,19 @@ async def test_a_listener_waits_for_a_redis_that_is_away(redis_server: RedisServ
     async with listening(redis_server.url, heard) as listener, Redis.from_url(redis_server.url) as redis:
         redis_server.start()
         await asyncio.wait_for(listener.listening.wait(), 5)
-        await request_cancel(redis, "job-1")
+        await request_cancel(redis, "job-1", namespace=NAMESPACE)
         await heard.until("job-1")
         heard.active = ["job-2"]
         redis_server.stop()
         redis_server.start()
         async with Redis.from_url(redis_server.url) as again:
-            await request_cancel(again, "job-2")
+            await request_cancel(again, "job-2", namespace=NAMESPACE)
             await heard.until("job-2")
 
 
 async def test_cancelled_looks_up_many_jobs_at_once(redis_server: RedisServer) -> None:
     heard = Heard()
     async with Redis.from_url(redis_server.url) as redis, listening(redis_server.url, heard) as listener:
-        await request_cancel(redis, "b")
+        await request_cancel(redis, "b", namespace=NAMESPACE)
         assert await listener.cancelled(["a", "b", "c"]) == ["b"]
         assert await listener.cancelled([]) == []

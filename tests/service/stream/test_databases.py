@@ -10,7 +10,7 @@ from service.wire.event import Event
 from tests.service.stream.one_job import JOB, seen, write
 from tests.service.stream.test_control import Heard, listening
 from tests.support.redis import RedisServer
-from tests.support.streams import COMPLETED, Followed, open_stream, running_publisher
+from tests.support.streams import COMPLETED, NAMESPACE, Followed, open_stream, running_publisher
 
 pytestmark = pytest.mark.redis
 
@@ -30,9 +30,9 @@ async def test_a_cancellation_stays_in_its_database(redis_server: RedisServer) -
     ):
         for listener in (listener_0, listener_1):
             await asyncio.wait_for(listener.listening.wait(), 5)
-        await request_cancel(redis_1, JOB)
-        await request_cancel(redis_0, "job-of-0")
-        await request_cancel(redis_1, "job-of-1")
+        await request_cancel(redis_1, JOB, namespace=NAMESPACE)
+        await request_cancel(redis_0, "job-of-0", namespace=NAMESPACE)
+        await request_cancel(redis_1, "job-of-1", namespace=NAMESPACE)
         await heard_0.until("job-of-0")
         await heard_1.until("job-of-1")
         assert (heard_0.ids, heard_1.ids) == (["job-of-0"], [JOB, "job-of-1"])

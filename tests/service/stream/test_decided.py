@@ -6,7 +6,6 @@ from contextlib import closing
 import pytest
 from redis.asyncio import Redis
 
-from service.stream.keys import JobKeys
 from service.stream.publisher import Outcome
 from tests.service.stream.one_job import JOB, assembled, begin
 from tests.support.proxy import Direction, running_proxy
@@ -14,6 +13,7 @@ from tests.support.redis import RedisServer
 from tests.support.streams import (
     COMPLETED,
     eventually,
+    keys_of,
     log_events,
     open_job,
     open_stream,
@@ -27,7 +27,7 @@ RECORD = b'{"text":"\r\n$5\r\n"}' + bytes(range(256))
 
 
 async def decided_in_redis(redis: Redis) -> bytes | None:
-    kept = await redis.hget(JobKeys.of(JOB).meta, "decided")
+    kept = await redis.hget(keys_of(JOB).meta, "decided")
     assert not isinstance(kept, str)
     return kept
 
@@ -77,7 +77,7 @@ async def test_a_decision_whose_acknowledgement_was_lost_is_sent_again_and_kept_
         stream.delta(0, "a", (1,))
         deciding = asyncio.create_task(stream.decide(RECORD))
         with closing(redis_server.client()) as client:
-            await eventually(lambda: bool(client.hexists(JobKeys.of(JOB).meta, "decided")), "it is written")
+            await eventually(lambda: bool(client.hexists(keys_of(JOB).meta, "decided")), "it is written")
         assert not deciding.done()
         proxy.cut()
         proxy.resume()

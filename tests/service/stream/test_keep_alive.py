@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from service.stream.keys import JobKeys
 from service.stream.publisher import Outcome
 from tests.service.stream.one_job import JOB
 from tests.support.redis import RedisServer
@@ -13,6 +12,7 @@ from tests.support.streams import (
     COMPLETED,
     FAST,
     eventually,
+    keys_of,
     open_job,
     open_stream,
     running_publisher,
@@ -21,7 +21,7 @@ from tests.support.streams import (
 
 pytestmark = pytest.mark.redis
 
-SHORT_LIVED = replace(FAST, ttl_s=1)
+SHORT_LIVED = replace(FAST, stream_ttl_s=1)
 WAITING = "waiting-job"
 """Opened, and without a place in the engine so far."""
 
@@ -57,7 +57,7 @@ async def test_a_job_that_waits_longer_than_the_time_to_live_keeps_its_keys(
         started.start()
         assert await started.flushed()
         await open_stream(publisher, WAITING)
-        keys = (JobKeys.of(JOB).log, JobKeys.of(JOB).meta, JobKeys.of(WAITING).meta)
+        keys = (keys_of(JOB).log, keys_of(JOB).meta, keys_of(WAITING).meta)
         with ExitStack() as stack:
             renewals = [stack.enter_context(closing(Renewals(redis_server, key))) for key in keys]
             # A third of a second apart each: five of them outlast the second that the keys were given.
@@ -83,7 +83,7 @@ async def test_a_forgotten_job_without_new_events_is_written_to_redis_again(
         stream = stream_of(opened)
         redis_server.flush()
         with closing(redis_server.client()) as client:
-            meta = JobKeys.of(WAITING).meta
+            meta = keys_of(WAITING).meta
             await eventually(lambda: bool(client.exists(meta)), "it is written again")
             kept = client.hgetall(meta)
         assert kept == {

@@ -19,6 +19,7 @@ from tests.support.redis import RedisServer
 from tests.support.streams import (
     COMPLETED,
     FAST,
+    NAMESPACE,
     eventually,
     log_events,
     open_job,
@@ -116,7 +117,7 @@ async def test_a_listener_that_may_not_subscribe_reports_it_and_recovers(
     redis_server: RedisServer, admin: redis.Redis
 ) -> None:
     heard: list[str] = []
-    config = replace(FAST, url=url_without(redis_server, admin, "subscribe"))
+    config = replace(FAST, redis_url=url_without(redis_server, admin, "subscribe"))
     listener = CancelListener(config, heard.append, list)
     running = asyncio.create_task(listener.run())
     try:
@@ -127,7 +128,7 @@ async def test_a_listener_that_may_not_subscribe_reports_it_and_recovers(
         await asyncio.wait_for(listener.listening.wait(), 5)
         assert listener.problem is None
         async with redis.asyncio.Redis.from_url(redis_server.url) as client:
-            await request_cancel(client, JOB)
+            await request_cancel(client, JOB, namespace=NAMESPACE)
         await eventually(lambda: heard == [JOB], "it hears")
     finally:
         running.cancel()

@@ -8,7 +8,6 @@ import pytest
 from redis.asyncio import Redis
 
 from service.errors import DependencyError, JobError
-from service.stream.keys import JobKeys
 from service.stream.publisher import Outcome, StreamPublisher
 from tests.service.stream.one_job import JOB, assembled
 from tests.support.proxy import running_proxy
@@ -18,6 +17,7 @@ from tests.support.streams import (
     DIGEST,
     FAST,
     eventually,
+    keys_of,
     log_events,
     open_job,
     open_stream,
@@ -52,8 +52,8 @@ async def test_a_stream_from_start_to_end(redis_server: RedisServer) -> None:
         assert assembler.problems() == []
         assert assembler.texts() == ["0 2 4 ", "1 3 "]
         assert (publisher.num_open_jobs, publisher.backlog_jobs, publisher.backlog_bytes) == (0, 0, 0)
-        for key in (JobKeys.of(JOB).log, JobKeys.of(JOB).meta):
-            assert 0 < await redis.ttl(key) <= FAST.ttl_s
+        for key in (keys_of(JOB).log, keys_of(JOB).meta):
+            assert 0 < await redis.ttl(key) <= FAST.stream_ttl_s
 
 
 async def test_a_step_of_all_jobs_is_one_round_trip(redis_server: RedisServer) -> None:
@@ -72,11 +72,11 @@ async def test_a_foreign_key_costs_one_job_its_stream_and_affects_no_other_job(
     redis_server: RedisServer,
 ) -> None:
     async with running_publisher(redis_server.url) as publisher, Redis.from_url(redis_server.url) as redis:
-        await redis.set(JobKeys.of("bad-meta").meta, "not a hash")
+        await redis.set(keys_of("bad-meta").meta, "not a hash")
         with pytest.raises(JobError, match="bad-meta"):
             await open_job(publisher, "bad-meta")
         bad, good = [await open_stream(publisher, job_id) for job_id in ("bad-log", "good")]
-        await redis.set(JobKeys.of("bad-log").log, "not a stream")
+        await redis.set(keys_of("bad-log").log, "not a stream")
         for stream in (bad, good):
             stream.start()
         assert await bad.flushed(), "what can never be written is not waited for"
@@ -109,7 +109,7 @@ async def test_hazard_junk_in_one_jobs_meta_is_a_conflict_of_that_job_and_no_out
 ) -> None:
     async with running_publisher(redis_server.url) as publisher, Redis.from_url(redis_server.url) as redis:
         meta: Any = {"epoch": "1", "origin": "jobs/0/7", "digest": DIGEST}
-        await redis.hset(JobKeys.of("junk").meta, mapping=meta | junk)
+        await redis.hset(keys_of("junk").meta, mapping=meta | junk)
         with pytest.raises(JobError, match="junk") as caught:
             async with asyncio.timeout(5):
                 await open_job(publisher, "junk")
@@ -123,7 +123,7 @@ async def test_hazard_a_log_that_takes_no_more_entries_costs_one_job_its_stream(
 ) -> None:
     async with running_publisher(redis_server.url) as publisher, Redis.from_url(redis_server.url) as redis:
         stream = await open_stream(publisher, JOB)
-        await redis.xadd(JobKeys.of(JOB).log, {"foreign": "x"}, id=f"{2**64 - 1}-{2**64 - 1}")
+        await redis.xadd(keys_of(JOB).log, {"foreign": "x"}, id=f"{2**64 - 1}-{2**64 - 1}")
         stream.start()
         assert await asyncio.wait_for(stream.flushed(), 5), "what can never be written is not waited for"
         assert publisher.num_failures == 0
@@ -133,7 +133,7 @@ async def test_unwritten_events_raise_when_the_publisher_stops(
     redis_server: RedisServer,
 ) -> None:
     redis_server.stop()
-    publisher = StreamPublisher(replace(FAST, url=redis_server.url))
+    publisher = StreamPublisher(replace(FAST, redis_url=redis_server.url))
     running = asyncio.create_task(publisher.run())
     opening = asyncio.create_task(open_job(publisher, JOB))
     await eventually(lambda: publisher.num_failures > 1, "Redis is away")

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from service.stream.keys import JobKeys
 from service.stream.publisher import Outcome
 from service.wire.event import Start
 from tests.service.stream.one_job import JOB, assembled, begin, write
@@ -13,6 +12,7 @@ from tests.support.redis import RedisServer
 from tests.support.streams import (
     COMPLETED,
     FAST,
+    keys_of,
     log_events,
     open_job,
     open_stream,
@@ -74,11 +74,11 @@ async def test_a_long_log_is_read_back_page_by_page(redis_server: RedisServer) -
 
 
 async def test_nothing_is_resumed_from_a_trimmed_log(redis_server: RedisServer) -> None:
-    config = replace(FAST, max_log_entries=64)
+    config = replace(FAST, stream_max_events=64)
     async with running_publisher(redis_server.url, config) as first:
         await write(await open_stream(first, JOB), range(400), text="x")
         async with Redis.from_url(redis_server.url) as redis:
-            assert await redis.xlen(JobKeys.of(JOB).log) < 200, "the log is bounded"
+            assert await redis.xlen(keys_of(JOB).log) < 200, "the log is bounded"
     async with running_publisher(redis_server.url) as second:
         assert (await open_job(second, JOB)).resumed[0].token_ids == ()
 

@@ -3,12 +3,12 @@
 import pytest
 from redis.asyncio import Redis
 
-from service.stream.keys import APPEND, FENCE, JobKeys, Script, append_script
+from service.stream.keys import APPEND, FENCE, Script, append_script
 from service.stream.publisher import Outcome
 from service.wire.event import Event
 from tests.service.stream.one_job import JOB, begin
 from tests.support.redis import RedisServer
-from tests.support.streams import COMPLETED, log_events, open_job, open_stream, running_publisher
+from tests.support.streams import COMPLETED, keys_of, log_events, open_job, open_stream, running_publisher
 
 pytestmark = pytest.mark.redis
 
@@ -70,7 +70,7 @@ async def test_an_epoch_grows_even_if_the_servers_clock_was_set_back(redis_serve
     ahead = 8_000_000_000_000_000
     async with running_publisher(redis_server.url) as publisher, Redis.from_url(redis_server.url) as redis:
         assert (await open_job(publisher, JOB)).epoch < ahead
-        await redis.hset(JobKeys.of(JOB).meta, "epoch", str(ahead))
+        await redis.hset(keys_of(JOB).meta, "epoch", str(ahead))
         assert [(await open_job(publisher, JOB)).epoch for _ in range(2)] == [ahead + 1, ahead + 2]
 
 
@@ -95,7 +95,7 @@ async def test_two_attempts_with_one_epoch_after_a_clock_set_back_are_distinguis
     """Redis lost its memory and its clock jumped back to the very microsecond: meta names the later attempt."""
     async with running_publisher(redis_server.url) as publisher, Redis.from_url(redis_server.url) as redis:
         old = await begin(publisher)
-        await redis.hset(JobKeys.of(JOB).meta, "writer", "of another attempt with this epoch")
+        await redis.hset(keys_of(JOB).meta, "writer", "of another attempt with this epoch")
         old.delta(0, "zombie", (2,))
         assert not await old.flushed()
         assert len(await log_events(redis, JOB)) == 2
@@ -130,4 +130,4 @@ async def test_a_job_without_a_stream_is_fenced_and_suppressed_too(redis_server:
         assert await new.end(COMPLETED)
         assert (await open_job(old_worker, JOB, stream=False)).outcome is Outcome.ENDED
         async with Redis.from_url(redis_server.url) as redis:
-            assert await redis.exists(JobKeys.of(JOB).log) == 0
+            assert await redis.exists(keys_of(JOB).log) == 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from service.stream.keys import APPEND, JobKeys, Script
+from service.stream.keys import APPEND, Script
 from service.wire.event import Event
 from tests.service.stream.one_job import JOB, assembled
 from tests.support.proxy import Direction, running_proxy
@@ -19,6 +19,7 @@ from tests.support.streams import (
     DIGEST,
     FAST,
     eventually,
+    keys_of,
     log_events,
     open_job,
     open_stream,
@@ -128,7 +129,7 @@ async def test_a_cancelled_command_never_hands_its_reply_to_the_next_caller(
                 "origin": "jobs/0/7",
                 "digest": DIGEST,
             }
-            await redis.hset(JobKeys.of(f"job-{i}").meta, mapping=fields)
+            await redis.hset(keys_of(f"job-{i}").meta, mapping=fields)
     async with running_proxy(redis_server.port) as proxy, running_publisher(proxy.url) as publisher:
         await open_job(publisher, "warm")
         for round_no in range(3):

@@ -3,12 +3,11 @@
 import pytest
 from redis.asyncio import Redis
 
-from service.stream.keys import JobKeys
 from service.stream.publisher import Outcome
 from service.wire.event import Delta, Start
 from tests.service.stream.one_job import JOB, begin
 from tests.support.redis import RedisServer
-from tests.support.streams import eventually, log_events, open_job, open_stream, running_publisher
+from tests.support.streams import eventually, keys_of, log_events, open_job, open_stream, running_publisher
 
 pytestmark = pytest.mark.redis
 
@@ -26,7 +25,7 @@ async def test_a_redis_restart_that_loses_the_scripts_and_all_memory_is_survived
         assert publisher.num_lost == 1
         async with Redis.from_url(redis_server.url) as redis:
             assert await log_events(redis, JOB) == [Delta(JOB, stream.epoch, 2, 0, "b", (2,))]
-            assert await redis.hget(JobKeys.of(JOB).meta, "origin") == b"jobs/0/7"
+            assert await redis.hget(keys_of(JOB).meta, "origin") == b"jobs/0/7"
         assert publisher.healthy
 
 

@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from service.stream.keys import JobKeys
 from service.stream.reader import read_stream
 from tests.service.stream.one_job import JOB, begin_and_follow, seen, words, write
 from tests.support.redis import RedisServer
-from tests.support.streams import COMPLETED, FAST, Followed, open_stream, running_publisher
+from tests.support.streams import COMPLETED, FAST, Followed, keys_of, open_stream, running_publisher
 
 pytestmark = pytest.mark.redis
 
@@ -24,7 +23,7 @@ async def test_subscribing_after_dispatch_loses_the_first_events_unless_the_log_
         stream.start()
         await write(stream, range(10))
         async with redis.pubsub() as naive:
-            await naive.subscribe(JobKeys.of(JOB).live)
+            await naive.subscribe(keys_of(JOB).live)
             assert (await naive.get_message(timeout=5))["type"] == "subscribe"
             late = Followed(redis, JOB)
             await late.until(seen(11))

@@ -7,25 +7,32 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from service.stream.keys import JobKeys
 from service.stream.reader import FORGOTTEN_AFTER, Gap
 from service.stream.stream_config import StreamConfig
 from tests.service.stream.one_job import JOB, begin, begin_and_follow, seen, write
 from tests.support.proxy import Direction, Proxy, running_proxy
 from tests.support.redis import RedisServer
-from tests.support.streams import COMPLETED, FAST, Followed, eventually, open_stream, running_publisher
+from tests.support.streams import (
+    COMPLETED,
+    FAST,
+    Followed,
+    eventually,
+    keys_of,
+    open_stream,
+    running_publisher,
+)
 
 pytestmark = pytest.mark.redis
 
 NO_HEARTBEAT = replace(FAST, heartbeat_s=60.0)
-META = JobKeys.of(JOB).meta
+META = keys_of(JOB).meta
 
 
 async def test_an_evicted_log_of_an_ended_job_is_reported_at_once(redis_server: RedisServer) -> None:
     async with running_publisher(redis_server.url) as publisher, Redis.from_url(redis_server.url) as redis:
         stream = await begin(publisher)
         await stream.end(COMPLETED)
-        await redis.delete(JobKeys.of(JOB).log)
+        await redis.delete(keys_of(JOB).log)
         async with Followed(redis, JOB, NO_HEARTBEAT) as followed:
             verdict = await followed.verdict()
         assert verdict.status == "completed"
@@ -47,7 +54,7 @@ async def test_a_log_evicted_while_the_reader_was_disconnected_is_reported(redis
             proxy.stall("to_client")
             proxy.cut()
             await stream.end(COMPLETED)
-            await redis.delete(JobKeys.of(JOB).log)
+            await redis.delete(keys_of(JOB).log)
             proxy.resume()
             verdict = await followed.verdict()
         assert (verdict.status, verdict.complete) == ("completed", False)
@@ -99,7 +106,7 @@ async def watched_reader(
 async def test_a_job_that_redis_forgot_and_a_worker_has_is_waited_for(redis_server: RedisServer) -> None:
     """Keys are kept alive every third of a second: well within the heartbeats of this reader."""
     async with (
-        running_publisher(redis_server.url, replace(FAST, ttl_s=1)) as publisher,
+        running_publisher(redis_server.url, replace(FAST, stream_ttl_s=1)) as publisher,
         watched_reader(redis_server, replace(FAST, heartbeat_s=0.2)) as (followed, asked),
     ):
         stream = await open_stream(publisher, JOB)

@@ -7,7 +7,6 @@ import pytest
 from redis.asyncio import Redis
 
 from service.errors import InternalError
-from service.stream.keys import JobKeys
 from service.stream.reader import Gap, read_stream
 from service.wire.event import Delta, Event, Start, encode_event
 from tests.service.stream.one_job import JOB, begin_and_follow, seen, write
@@ -16,6 +15,7 @@ from tests.support.streams import (
     COMPLETED,
     FAST,
     Followed,
+    keys_of,
     open_job,
     open_stream,
     running_publisher,
@@ -76,7 +76,7 @@ async def test_a_log_that_starts_over_at_a_lower_epoch_resets_the_reader(redis_s
         lower = stream.epoch - 1
         anew: list[Event] = [Start(JOB, lower, (0,)), Delta(JOB, lower, 1, 0, "anew", (1,))]
         for event in anew:
-            await redis.xadd(JobKeys.of(JOB).log, {"event": encode_event(event)})
+            await redis.xadd(keys_of(JOB).log, {"event": encode_event(event)})
         await redis.client_kill_filter(_type="pubsub")
         await followed.until(lambda reader: reader.assembler.texts() == ["anew"])
         assert followed.gaps == [Gap((stream.epoch, 10), (lower, 0), restarted=True)]
@@ -84,7 +84,7 @@ async def test_a_log_that_starts_over_at_a_lower_epoch_resets_the_reader(redis_s
 
 
 async def test_a_trimmed_log_is_reported_as_a_gap(redis_server: RedisServer) -> None:
-    config = replace(FAST, max_log_entries=64)
+    config = replace(FAST, stream_max_events=64)
     async with (
         running_publisher(redis_server.url, config) as publisher,
         Redis.from_url(redis_server.url) as redis,
@@ -103,7 +103,7 @@ async def test_a_trimmed_log_is_reported_as_a_gap(redis_server: RedisServer) -> 
 async def test_a_message_lost_on_the_channel_is_read_from_the_log_or_reported(
     redis_server: RedisServer,
 ) -> None:
-    keys = JobKeys.of(JOB)
+    keys = keys_of(JOB)
     async with Redis.from_url(redis_server.url) as redis, Followed(redis, JOB) as followed:
 
         async def emit(event: Event, *, logged: bool = True, published: bool = True) -> None:
@@ -129,7 +129,7 @@ async def test_hazard_a_log_ahead_of_the_channel_was_taken_for_one_that_starts_o
     redis_server: RedisServer,
 ) -> None:
     """The reader reads the log for an event, and finds there what the channel brings next."""
-    keys = JobKeys.of(JOB)
+    keys = keys_of(JOB)
     first: list[Event] = [Start(JOB, 1, (0,)), Delta(JOB, 1, 1, 0, "a", (1,))]
     second: list[Event] = [Start(JOB, 2, (1,)), *(Delta(JOB, 2, seq, 0, "b", (2,)) for seq in range(1, 5))]
     async with Redis.from_url(redis_server.url) as redis, Followed(redis, JOB) as followed:
@@ -148,6 +148,6 @@ async def test_hazard_a_log_ahead_of_the_channel_was_taken_for_one_that_starts_o
 
 async def test_a_log_entry_without_an_event_is_an_error_that_says_so(redis_server: RedisServer) -> None:
     async with Redis.from_url(redis_server.url) as redis:
-        await redis.xadd(JobKeys.of(JOB).log, {"other": "x"})
+        await redis.xadd(keys_of(JOB).log, {"other": "x"})
         with pytest.raises(InternalError, match="no field 'event'"):
-            await anext(read_stream(redis, JOB))
+            await anext(read_stream(redis, JOB, config=FAST))

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from service.stream.keys import JobKeys
 from service.stream.publisher import Opened, Outcome, StreamPublisher
 from service.wire.common import Usage
 from service.wire.event import Ending
@@ -18,6 +17,7 @@ from tests.support.streams import (
     COMPLETED,
     REFUSED,
     eventually,
+    keys_of,
     log_events,
     open_job,
     open_stream,
@@ -93,7 +93,7 @@ async def test_ids_of_a_deployment_that_is_gone_do_not_suppress_the_jobs_of_this
         assert (control.outcome, control.epoch) == (own, epoch), "its own it does not open anew"
         assert opened_anew(await open_job(here, JOB, **record), epoch)
         assert await log_events(redis, JOB) == []
-        assert await redis.hget(JobKeys.of(JOB).meta, "deployment") == b"here"
+        assert await redis.hget(keys_of(JOB).meta, "deployment") == b"here"
 
 
 async def test_a_record_left_unfinished_by_another_deployment_is_continued(redis_server: RedisServer) -> None:
@@ -113,7 +113,7 @@ async def test_an_opening_whose_reply_was_lost_counts_once_and_keeps_its_epoch(
 
         def lose_the_reply(direction: Direction, chunk: bytes) -> None:
             nonlocal num_sent
-            if direction == "to_server" and JobKeys.of(JOB).meta.encode() in chunk:
+            if direction == "to_server" and keys_of(JOB).meta.encode() in chunk:
                 num_sent += 1
                 if num_sent == 1:
                     proxy.stall("to_client")
@@ -123,7 +123,7 @@ async def test_an_opening_whose_reply_was_lost_counts_once_and_keeps_its_epoch(
         with closing(redis_server.client()) as client:
 
             def epoch() -> bytes | None:
-                held: bytes | None = client.hget(JobKeys.of(JOB).meta, "epoch")  # type: ignore[assignment]
+                held: bytes | None = client.hget(keys_of(JOB).meta, "epoch")  # type: ignore[assignment]
                 return held
 
             await eventually(lambda: epoch() is not None, "the server has opened it")

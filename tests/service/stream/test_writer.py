@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from service.stream.assemble import Fed, ResumedChoice, StreamAssembler
 from service.stream.keys import APPEND, AppendReply, Attempt
-from service.stream.stream_config import StreamConfig
 from service.stream.writer import AttemptWriter
 from service.wire.common import TokenLogprob
 from service.wire.event import Delta, End, Event, Start, parse_event
+from tests.support.configs import stream_config
 from tests.support.streams import COMPLETED, DIGEST, REFUSED
 
 JOB = "job-1"
@@ -31,7 +31,7 @@ class Writer(AttemptWriter):
         self.num_closed = 0
         attempt = Attempt(JOB, 1, "w", "jobs/0/1", DIGEST, streamed, 3, "deployment", "worker-1")
         super().__init__(
-            attempt, resumed, StreamConfig(), APPEND, mark=self._count_mark, on_closed=self._count_closed
+            attempt, resumed, stream_config(), APPEND, mark=self._count_mark, on_closed=self._count_closed
         )
 
     def _count_mark(self, writer: AttemptWriter) -> None:

@@ -11,7 +11,6 @@ from scheduler.spec import FinishReason
 from service.ingest.delivery import Delivery
 from service.stream.assemble import Fed, ResumedChoice, StreamAssembler
 from service.stream.keys import APPEND, AppendReply, Attempt
-from service.stream.stream_config import StreamConfig
 from service.stream.writer import AttemptWriter
 from service.text import load_tokenizer
 from service.wire.common import TokenLogprob
@@ -19,6 +18,7 @@ from service.wire.decode import parse_job
 from service.wire.event import Delta, Start
 from service.worker.job_run import ChoiceRun, JobRun
 from service.worker.outcome import result_of
+from tests.support.configs import stream_config
 from tests.support.cost import count_calls, peak_bytes
 from tests.support.streams import COMPLETED, DIGEST
 
@@ -43,7 +43,7 @@ class Output:
         self.writer = AttemptWriter(
             attempt,
             (ResumedChoice(),),
-            StreamConfig(),
+            stream_config(),
             APPEND,
             mark=lambda _: None,
             on_closed=lambda _: None,

@@ -8,7 +8,6 @@ import pytest
 
 from scheduler.plan import SamplingParams
 from scheduler.scheduler import Scheduler
-from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import RequestSpec
 from service.ingest.delivery import Delivery
 from service.settings import load_settings
@@ -16,6 +15,7 @@ from service.wire import parse_job
 from service.worker.credit import CreditRule
 from service.worker.job_run import JobRun
 from service.worker.job_table import JobTable
+from tests.support.configs import scheduler_config
 
 MAX_NUM_SEQS = 64
 READ_AHEAD = 2 * MAX_NUM_SEQS
@@ -35,7 +35,7 @@ class Worker:
     """The rule over a real table and a real scheduler; jobs come in and go on as Intake moves them."""
 
     def __init__(self) -> None:
-        config = SchedulerConfig(
+        config = scheduler_config(
             num_blocks=4096, block_size=16, max_num_seqs=MAX_NUM_SEQS, max_model_len=1024,
             max_num_batched_tokens=512,
         )  # fmt: skip

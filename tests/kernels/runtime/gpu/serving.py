@@ -21,9 +21,9 @@ from kernels.sampling.gpu.sampler import GpuSampler
 from kernels.tools.gpu_bench import RandomWeights
 from scheduler.plan import SamplingParams, StepPlan, StepResult, TokenLogprobs
 from scheduler.scheduler import Scheduler
-from scheduler.scheduler_config import SchedulerConfig
 from scheduler.spec import FinishReason, RequestSpec, RequestUpdate
 from service.engine.step_thread import StepPipeline
+from tests.support.configs import scheduler_config
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig("llama", 1, 32, 48, 2, 1, 16, 99, 128, 1e-6, 10000.0)
@@ -71,7 +71,7 @@ def serve(
 ) -> dict[str, Served]:
     """Serve until all have ended. With look-ahead, as in the engine, two steps are in flight most of the time."""
     scheduler = Scheduler(
-        SchedulerConfig(
+        scheduler_config(
             num_blocks=runner.num_blocks,
             block_size=runner.block_size,
             max_num_seqs=4,

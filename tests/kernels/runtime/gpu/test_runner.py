@@ -9,7 +9,6 @@ import torch
 from kernels.loading import load_on_gpu
 from kernels.models.gpu.decoder import GpuDecoderModel
 from kernels.ops.store_kv.gpu import KVBlocks, Rotary, store_kv
-from kernels.runner import RunnerOptions
 from kernels.runtime.gpu import decode_graphs
 from kernels.runtime.gpu.kv_pool import GpuKVPool
 from kernels.runtime.kv_pool import bytes_per_block
@@ -21,6 +20,7 @@ from tests.kernels.driving import Driver, Generation
 from tests.kernels.models.gpu.test_decoder import SMALL, make_batch
 from tests.kernels.test_determinism_gpu import LENGTHS, check_attention_alone
 from tests.kernels.tiny import make_model, reference_tokens, save
+from tests.support.configs import runner_options
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def check_greedy_tokens(folder: Path, device: torch.device, num_tokens: int) -> 
     checkpoint = open_checkpoint(
         ModelSource(save(model, folder), ModelFormat.HUGGING_FACE, "tiny"), torch.float32
     )
-    options = RunnerOptions(
+    options = runner_options(
         "tiny",
         block_size=16,
         kv_cache_bytes=12 * bytes_per_block(checkpoint.config, 16, torch.float32),
