@@ -146,7 +146,10 @@ class Completion:
             return False
         if opened.outcome is Outcome.DUPLICATE:
             return False
-        if opened.outcome is Outcome.OPENED:
+        if opened.stream is not None:
+            if run.abandoned:
+                opened.stream.abandon()  # it was lost while the stream was being opened
+                return True
             self._edges.table.name(run, job_id, opened)
             if opened.decided is not None and await self.repeat(run, opened):
                 return True

@@ -13,7 +13,7 @@ from service.errors import SettingsError
 from tests.sim.auditor import Auditor
 from tests.sim.broker import Broker
 from tests.sim.faults import Fault, Plan, make_plan
-from tests.sim.group import Group
+from tests.sim.group import Group, Phase
 from tests.sim.kafka_clients import KAFKA, Cluster
 from tests.sim.loop import Process, State, StuckError, VirtualLoop, VirtualTime, context_of
 from tests.sim.network import Network
@@ -29,6 +29,8 @@ SETTLE_LIMIT_S = 60.0
 """After the faults have ended everything is terminal and committed within this time."""
 DRAIN_LIMIT_S = 15.0
 """A drain's grace period and the time to hand back."""
+REST_LIMIT_S = 15.0
+"""After that no worker holds anything of a job. Longer than a session and the retry of a superseded job."""
 RESTART_S = 0.3
 
 
@@ -125,8 +127,7 @@ class World:
                 self._report_unsettled()
                 break
         else:
-            await asyncio.sleep(0.5)
-            self._check_leaks()
+            await self._rest()
         self.auditor.finish()
         if plan.drained:
             await self._drain_all()
@@ -268,25 +269,20 @@ class World:
             if partition[0] == JOBS and committed != log.end:
                 self.auditor.report("G8", f"the commit of {partition} stays at {committed} of {log.end}")
 
-    def _check_leaks(self) -> None:
-        for node in self.nodes:
-            parts = node.worker.parts
-            if parts is None or node.is_stopping:
-                continue
-            stats = parts.engine.scheduler.stats()
-            found = {
-                "jobs in the table": len(parts.table),
-                "tasks": len(parts.flow._tasks),
-                "open streams": parts.publisher.num_open_jobs,
-                "running requests": stats.num_running,
-                "waiting requests": stats.num_waiting,
-                "held blocks": stats.held_blocks,
-                "lost blocks": NUM_BLOCKS - stats.free_blocks - stats.cached_blocks - stats.held_blocks,
-                "sends in flight": parts.producer.stats().in_flight,
-            }
-            left = {name: count for name, count in found.items() if count}
-            if left:
-                self.auditor.report("G10", f"{node.process} keeps {left}")
+    async def _rest(self) -> None:
+        """Waits until no worker holds anything, and all are in the group and nothing else is."""
+        limit_s = self.loop.now_s + REST_LIMIT_S
+        while True:
+            await asyncio.sleep(0.25)
+            left = {str(node.process): leaks for node in self.nodes if (leaks := _leaks_of(node))}
+            members = sorted(member.rpartition("-")[0] for member in self.group.members)
+            in_group = members == sorted(str(node.process) for node in self.nodes)
+            complete = len(self.nodes) == self.plan.num_workers and self.group.phase is Phase.STABLE
+            if not left and in_group and complete:
+                return
+            if self.loop.now_s > limit_s:
+                self.auditor.report("G10", f"workers {[*map(str, self.nodes)]}, group {members}, kept: {left}")
+                return
 
     async def _drain_all(self) -> None:
         self._is_closing = True
@@ -328,6 +324,26 @@ class World:
             self.loop.run_until_complete(waiting)
         self.loop.run_until_complete(self.loop.create_task(self.loop.shutdown_asyncgens()))
         self.loop.close()
+
+
+def _leaks_of(node: Node) -> dict[str, int]:
+    """What a worker holds although it has no job."""
+    parts = node.worker.parts
+    if parts is None:
+        return {}
+    stats = parts.engine.scheduler.stats()
+    found = {
+        "jobs in the table": len(parts.table),
+        "ids in the table": len(parts.table._by_job_id),
+        "tasks": len(parts.flow._tasks),
+        "open streams": parts.publisher.num_open_jobs,
+        "running requests": stats.num_running,
+        "waiting requests": stats.num_waiting,
+        "held blocks": stats.held_blocks,
+        "lost blocks": NUM_BLOCKS - stats.free_blocks - stats.cached_blocks - stats.held_blocks,
+        "sends in flight": parts.producer.stats().in_flight,
+    }
+    return {name: count for name, count in found.items() if count}
 
 
 def _ignore(text: str) -> None:
