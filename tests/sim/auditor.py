@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from tests.sim.broker import BrokerObserver, Partition, Record
+from tests.sim.ownership import Ownership
 from tests.sim.redis_server import RedisObserver
 from tests.sim.stream_audit import StreamAudit
 from tests.sim.workload import Kind, Submission, Workload
@@ -43,11 +44,20 @@ def decode_map(committed: int, metadata: str) -> Iterator[tuple[int, int]]:
 
 class Auditor(BrokerObserver, RedisObserver):
     def __init__(
-        self, workload: Workload, topics: tuple[str, str, str], note: Callable[[str], None], *, forgets: bool
+        self,
+        workload: Workload,
+        topics: tuple[str, str],
+        ownership: Ownership,
+        now_s: Callable[[], float],
+        note: Callable[[str], None],
+        *,
+        forgets: bool,
     ) -> None:
-        """`topics`: of jobs, results and dead letters. `forgets`: Redis loses its memory in this schedule."""
+        """`topics`: of results and dead letters. `forgets`: Redis loses its memory in this schedule."""
         self._workload = workload
-        self._jobs_topic, self._results_topic, self._letters_topic = topics
+        self._results_topic, self._letters_topic = topics
+        self._ownership = ownership
+        self._now_s = now_s
         self._note = note
         self._forgets = forgets
         self.violations: list[str] = []
@@ -57,6 +67,9 @@ class Auditor(BrokerObserver, RedisObserver):
         self._decided: dict[str, set[bytes]] = defaultdict(set)
         self._ended: dict[str, str] = {}
         self._streams: dict[str, StreamAudit] = {}
+        self._terminal: set[Submission] = set()
+        self._floor: dict[Partition, int] = {}
+        """What was committed when the group's generation began."""
         self._covered: set[tuple[str, int, int]] = set()
         """Records that a commit calls complete."""
         self._same_id: dict[str, list[Submission]] = defaultdict(list)
@@ -83,6 +96,8 @@ class Auditor(BrokerObserver, RedisObserver):
 
     def committed(self, partition: Partition, offset: int, metadata: str) -> None:
         self._note(f"commit {partition[1]}: {offset} {metadata}")
+        if offset < self._floor.get(partition, 0):
+            self.report("G3", f"the commit of {partition} goes back from {self._floor[partition]} to {offset}")
         ranges = list(decode_map(offset, metadata))
         for origin, submission in self.by_origin.items():
             if origin[:2] != partition or origin in self._covered:
@@ -93,6 +108,14 @@ class Auditor(BrokerObserver, RedisObserver):
                 if not self._is_safe(submission):
                     where = f"the map of {offset} lists" if in_map else f"the commit of {offset} passes"
                     self.report("G3", f"{where} {origin}, {submission.kind} {submission.job_id}, not terminal")
+
+    def generation_began(self, commits: dict[Partition, tuple[int, str]]) -> None:
+        self._floor = {partition: offset for partition, (offset, _) in commits.items()}
+
+    def _check_owner(self, worker: str, job_id: str, what: str) -> None:
+        partitions = {s.partition for s in self._same_id[job_id] if s.offset >= 0}
+        if partitions and not any(self._ownership.may_begin(worker, p, self._now_s()) for p in partitions):
+            self.report("G5", f"{worker} {what} {job_id}, whose partition it has lost")
 
     def _result(self, record: Record) -> None:
         assert record.key is not None
@@ -126,6 +149,8 @@ class Auditor(BrokerObserver, RedisObserver):
         stream = self._stream(key)
         if stream is not None:
             self._note(f"log {event.decode()}")
+            if b'"kind":"start"' in event:
+                self._check_owner(orjson.loads(event)["worker"], stream.job_id, "begins")
             stream.added(event)
             if stream.end is not None:
                 self._compare_end(stream)
@@ -193,6 +218,11 @@ class Auditor(BrokerObserver, RedisObserver):
         )
 
     def is_terminal(self, submission: Submission) -> bool:
+        if submission not in self._terminal and self._is_terminal_now(submission):
+            self._terminal.add(submission)
+        return submission in self._terminal
+
+    def _is_terminal_now(self, submission: Submission) -> bool:
         origin = (*submission.partition, submission.offset)
         suffix = "{}:{}:{}".format(*origin)
         if submission.kind in REFUSED:

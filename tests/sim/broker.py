@@ -51,6 +51,7 @@ class BrokerObserver:
 
     def appended(self, record: Record) -> None: ...
     def committed(self, partition: Partition, offset: int, metadata: str) -> None: ...
+    def generation_began(self, commits: dict[Partition, tuple[int, str]]) -> None: ...
 
 
 class Broker:
@@ -109,6 +110,9 @@ class Broker:
         if not fetch.try_answer():
             self._waiting_fetches.append(fetch)
             self._loop.later(fetch.max_wait_s, self._expire, fetch)
+
+    def begin_generation(self) -> None:
+        self._observer.generation_began(self.commits)
 
     def _expire(self, fetch: "Fetch") -> None:
         self._waiting_fetches = [other for other in self._waiting_fetches if other is not fetch]

@@ -41,6 +41,7 @@ KINDS = (
     ("kill_worker", 4),
     ("freeze_worker", 4),
     ("drain_worker", 1),
+    ("isolate_worker", 3),
     ("cut_from_redis", 3),
     ("cut_from_kafka", 3),
     ("restart_redis", 1),

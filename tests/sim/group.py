@@ -17,6 +17,7 @@ from aiokafka.errors import (
 from tests.sim.broker import Broker, Partition
 from tests.sim.loop import VirtualLoop
 from tests.sim.network import Respond
+from tests.sim.ownership import Ownership
 
 MAX_METADATA_BYTES = 4096
 P_MOVE = 0.3
@@ -57,6 +58,7 @@ class Group:
     rng: random.Random
     broker: Broker
     topic: str
+    ownership: Ownership
     on_event: Callable[[str], None]
     phase: Phase = Phase.EMPTY
     generation: int = 0
@@ -103,6 +105,7 @@ class Group:
         error = self._check(member_id, generation)
         if error is None:
             self._touch(self.members[member_id])
+            self.ownership.heartbeat(name_of(member_id), generation, self.loop.now_s)
             if self.phase is Phase.PREPARING:
                 error = RebalanceInProgressError()
         return error
@@ -194,6 +197,7 @@ class Group:
             return
         self.generation += 1
         self.phase = Phase.COMPLETING
+        self.broker.begin_generation()
         self.on_event(f"generation {self.generation}: {', '.join(self.members)}")
         for member in list(self.members.values()):
             respond, member.join = member.join, None
@@ -214,4 +218,10 @@ class Group:
                 member.sync = None
 
     def _assigned_to(self, member_id: str) -> list[Partition]:
-        return [partition for partition, owner in sorted(self.owners.items()) if owner == member_id]
+        assigned = [partition for partition, owner in sorted(self.owners.items()) if owner == member_id]
+        self.ownership.assigned(name_of(member_id), self.generation, assigned)
+        return assigned
+
+
+def name_of(member_id: str) -> str:
+    return member_id.rpartition("-")[0]

@@ -3,13 +3,14 @@
 import random
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 import orjson
 
 from kernels.deterministic import expected_tokens
 from tests.sim.broker import Partition, Unsent
 
-MAX_TOKENS = 40
+MAX_TOKENS = (1, 4, 4, 12, 12, 40, 100)
 
 
 class Kind(StrEnum):
@@ -25,7 +26,7 @@ class Kind(StrEnum):
     """A valid job that this model refuses."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Submission:
     """One record on the jobs topic."""
 
@@ -46,7 +47,7 @@ class Submission:
     def record(self) -> Unsent:
         return Unsent(self.job_id.encode(), self.value, (("traceparent", b"00-ab-cd-01"),))
 
-    @property
+    @cached_property
     def whole_text(self) -> str:
         """The text of each choice of a job that completes."""
         text = bytes(expected_tokens(self.prompt, self.max_tokens)).decode()
@@ -87,7 +88,7 @@ def _job(rng: random.Random, job_id: str, at_s: float, *, plain: bool = False) -
     if draw < 0.04:
         return Submission(Kind.UNREADABLE, at_s, job_id, b'{"id": "' + job_id.encode())
     prompt = tuple(rng.randrange(97, 123) for _ in range(rng.choice((3, 9, 24))))
-    max_tokens = rng.choice((1, 4, 12, MAX_TOKENS))
+    max_tokens = rng.choice(MAX_TOKENS)
     job: dict[str, object] = {"id": job_id, "prompt_token_ids": prompt, "max_tokens": max_tokens}
     job["ignore_eos"] = True
     submission = Submission(Kind.PLAIN, at_s, job_id, b"", prompt, max_tokens)

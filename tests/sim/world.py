@@ -17,6 +17,7 @@ from tests.sim.group import Group, Phase
 from tests.sim.kafka_clients import KAFKA, Cluster
 from tests.sim.loop import Process, State, StuckError, VirtualLoop, VirtualTime, context_of
 from tests.sim.network import Network
+from tests.sim.ownership import Ownership
 from tests.sim.redis_clients import REDIS
 from tests.sim.redis_server import RedisServer
 from tests.sim.worker import NUM_BLOCKS, SimWorker, Surroundings, logs_to, replaced
@@ -32,6 +33,8 @@ DRAIN_LIMIT_S = 15.0
 REST_LIMIT_S = 15.0
 """After that no worker holds anything of a job. Longer than a session and the retry of a superseded job."""
 RESTART_S = 0.3
+SAMPLE_S = 0.2
+MAX_ORPHANED_SAMPLES = 3
 
 
 @dataclass(slots=True)
@@ -43,6 +46,8 @@ class Node:
     worker: SimWorker
     task: "asyncio.Task[None]"
     is_stopping: bool = False
+    num_orphaned: int = 0
+    """Samples in a row in which it had requests and no job."""
 
 
 @dataclass(slots=True)
@@ -65,12 +70,18 @@ class World:
         self.plan: Plan = make_plan(self.rng)
         self.workload: Workload = make_workload(self.rng, self.plan.chaos_s)
         self.network = Network(self.loop, self.rng)
+        self.ownership = Ownership(self.plan.weather.max_late_s)
         self.auditor = Auditor(
-            self.workload, (JOBS, RESULTS, LETTERS), self.note if traced else _ignore, forgets=self.plan.forgets
+            self.workload,
+            (RESULTS, LETTERS),
+            self.ownership,
+            self.loop.time,
+            self.note if traced else _ignore,
+            forgets=self.plan.forgets,
         )
         self.redis = RedisServer(self.loop, self.auditor, clock_offset_s=self.rng.choice((0.0, 5.0, -5.0)))
         self.broker = Broker(self.loop, self.auditor, TOPICS)
-        self.group = Group(self.loop, self.rng, self.broker, JOBS, self.note)
+        self.group = Group(self.loop, self.rng, self.broker, JOBS, self.ownership, self.note)
         self.cluster = Cluster(self.network, self.broker, self.group)
         self.nodes: list[Node] = []
         self.counts: dict[str, int] = {}
@@ -119,6 +130,7 @@ class World:
             loop.at(max(0.0, at_s), self._cancel, job_id)
         for fault in plan.faults:
             loop.at(fault.at_s, self._inject, fault)
+        loop.later(SAMPLE_S, self._sample)
         await asyncio.sleep(plan.chaos_s)
         self._heal()
         while not self._settled():
@@ -173,6 +185,7 @@ class World:
         self.note(f"fault {fault.kind} {node and node.process} {fault.seconds:.3f} s")
         if node is not None or fault.kind in ("restart_redis", "restart_redis_empty", "flush_redis", "stop_kafka"):
             self.counts[fault.kind] = self.counts.get(fault.kind, 0) + 1
+            self.ownership.disturbed_until(self.loop.now_s + fault.seconds)
             getattr(self, fault.kind)(node, fault.seconds)
 
     def kill_worker(self, node: Node, seconds: float) -> None:
@@ -195,6 +208,10 @@ class World:
     def drain_worker(self, node: Node, seconds: float) -> None:
         node.is_stopping = True
         self.loop.call_soon(node.worker.stop, context=context_of(node.process))
+
+    def isolate_worker(self, node: Node, seconds: float) -> None:
+        self.cut_from_redis(node, seconds)
+        self.cut_from_kafka(node, seconds)
 
     def cut_from_redis(self, node: Node, seconds: float) -> None:
         self.network.hold(node.process, REDIS, seconds)
@@ -283,6 +300,19 @@ class World:
             if self.loop.now_s > limit_s:
                 self.auditor.report("G10", f"workers {[*map(str, self.nodes)]}, group {members}, kept: {left}")
                 return
+
+    def _sample(self) -> None:
+        """Finds requests that run although their jobs are gone: for longer than the steps in flight."""
+        for node in self.nodes:
+            parts = node.worker.parts
+            if parts is None or node.process.state is not State.RUNNING or len(parts.table):
+                node.num_orphaned = 0
+                continue
+            node.num_orphaned += parts.engine.scheduler.has_work
+            if node.num_orphaned == MAX_ORPHANED_SAMPLES:
+                self.auditor.report("G7", f"{node.process} has no job and goes on with requests")
+        if not self._is_closing:
+            self.loop.later(SAMPLE_S, self._sample)
 
     async def _drain_all(self) -> None:
         self._is_closing = True
