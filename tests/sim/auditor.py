@@ -177,6 +177,12 @@ class Auditor(BrokerObserver, RedisObserver):
         for stream in self._streams.values():
             stream.forgot()
 
+    def evicted(self, key: bytes) -> None:
+        self._note(f"redis evicts {key.decode()}")
+        stream = self._stream(key)
+        if stream is not None:
+            stream.forgot()
+
     def _stream(self, key: bytes) -> StreamAudit | None:
         job_id = _job_id(key)
         if job_id is None:

@@ -34,7 +34,7 @@ class Plan:
     @property
     def forgets(self) -> bool:
         """Whether Redis loses its memory at some time."""
-        return any(fault.kind in ("restart_redis_empty", "flush_redis") for fault in self.faults)
+        return any(fault.kind in ("restart_redis_empty", "flush_redis", "evict_key") for fault in self.faults)
 
 
 KINDS = (
@@ -48,6 +48,8 @@ KINDS = (
     ("stop_kafka", 1),
     ("restart_redis_empty", 1),
     ("flush_redis", 1),
+    ("evict_key", 1),
+    ("refuse_writes", 1),
     ("break_connections", 2),
 )
 

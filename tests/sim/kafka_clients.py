@@ -31,7 +31,7 @@ class Cluster:
     group: Group
 
 
-class Link:
+class BrokerConnection:
     """One client's connection to the broker, made anew after a failure, as aiokafka does."""
 
     def __init__(self, cluster: Cluster, timeout_s: float) -> None:
@@ -67,16 +67,16 @@ class Link:
 class SimClient:
     """What `abandon_producer` and `abandon_consumer` reach into."""
 
-    def __init__(self, *links: Link) -> None:
-        self._links = links
+    def __init__(self, *connections: BrokerConnection) -> None:
+        self._connections = connections
         self._get_conn: Any = None
 
     async def send(self, node_id: Any, request: Any, **options: Any) -> Any:
         raise NotImplementedError("the simulated consumer fetches by itself")
 
     async def close(self) -> None:
-        for link in self._links:
-            link.close()
+        for connection in self._connections:
+            connection.close()
 
 
 @dataclass(slots=True)
@@ -101,8 +101,8 @@ class SimProducer:
         assert options["acks"] == "all"
         assert options["enable_idempotence"]
         self._timeout_s = request_timeout_ms / 1000
-        self._link = Link(self.cluster, self._timeout_s)
-        self.client = SimClient(self._link)
+        self._connection = BrokerConnection(self.cluster, self._timeout_s)
+        self.client = SimClient(self._connection)
         self._sender = SimSender()
         self._closed = False
         self._id = 0
@@ -116,10 +116,10 @@ class SimProducer:
         broker = self.cluster.broker
         while True:
             try:
-                self._id = await self._link.call(lambda respond: respond(broker.new_producer()))
+                self._id = await self._connection.call(lambda respond: respond(broker.new_producer()))
                 break
             except KafkaConnectionError:
-                if not self._next_seq and self._link._closed:
+                if not self._next_seq and self._connection._closed:
                     raise
                 await asyncio.sleep(RETRY_BACKOFF_S)
             except RequestTimedOutError:
@@ -174,7 +174,7 @@ class SimProducer:
         failure: Exception | None = None
         while True:
             try:
-                await self._link.call(
+                await self._connection.call(
                     lambda respond: respond(broker.produce(producer, partition, first_seq, records))
                 )
                 break
@@ -204,21 +204,21 @@ class SimAdmin:
     cluster: Cluster
 
     def __init__(self, *, request_timeout_ms: int, **options: Any) -> None:
-        self._link = Link(self.cluster, request_timeout_ms / 1000)
+        self._connection = BrokerConnection(self.cluster, request_timeout_ms / 1000)
 
     async def start(self) -> None:
-        await self._link.call(lambda respond: respond(None))
+        await self._connection.call(lambda respond: respond(None))
 
     async def close(self) -> None:
-        self._link.close()
+        self._connection.close()
 
     async def list_topics(self) -> list[str]:
         broker = self.cluster.broker
-        topics: list[str] = await self._link.call(lambda respond: respond(sorted(broker.topics)))
+        topics: list[str] = await self._connection.call(lambda respond: respond(sorted(broker.topics)))
         return topics
 
     async def describe_cluster(self) -> dict[str, str]:
-        answer: dict[str, str] = await self._link.call(lambda respond: respond({"cluster_id": "sim"}))
+        answer: dict[str, str] = await self._connection.call(lambda respond: respond({"cluster_id": "sim"}))
         return answer
 
     async def list_consumer_group_offsets(
@@ -229,5 +229,5 @@ class SimAdmin:
         def serve(respond: Any) -> None:
             respond({key: SimCommitted(*commits.get((key.topic, key.partition), (-1, ""))) for key in partitions})
 
-        answer: dict[TopicPartition, SimCommitted] = await self._link.call(serve)
+        answer: dict[TopicPartition, SimCommitted] = await self._connection.call(serve)
         return answer

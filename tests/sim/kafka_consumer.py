@@ -25,7 +25,7 @@ from aiokafka.structs import TopicPartition
 
 from tests.sim.broker import Fetch, Partition, Record
 from tests.sim.group import Joined
-from tests.sim.kafka_clients import RETRY_BACKOFF_S, Cluster, Link, SimClient
+from tests.sim.kafka_clients import RETRY_BACKOFF_S, Cluster, BrokerConnection, SimClient
 from tests.sim.loop import OWNER
 
 MAX_WAIT_S = 0.5
@@ -72,9 +72,9 @@ class SimConsumer:
         self._session_s = session_timeout_ms / 1000
         self._heartbeat_s = heartbeat_interval_ms / 1000
         self._rebalance_s = rebalance_timeout_ms / 1000
-        self._group_link = Link(self.cluster, request_timeout_ms / 1000)
-        self._data_link = Link(self.cluster, request_timeout_ms / 1000)
-        self._client = SimClient(self._group_link, self._data_link)
+        self._group_connection = BrokerConnection(self.cluster, request_timeout_ms / 1000)
+        self._data_connection = BrokerConnection(self.cluster, request_timeout_ms / 1000)
+        self._client = SimClient(self._group_connection, self._data_connection)
         self._coordinator = SimCoordinator()
         self._fetcher = None
         self._closed = False
@@ -94,7 +94,7 @@ class SimConsumer:
         self._listener = listener
 
     async def start(self) -> None:
-        await self._data_link.call(lambda respond: respond(None))
+        await self._data_connection.call(lambda respond: respond(None))
         loop = asyncio.get_running_loop()
         self._coordinator._coordination_task = loop.create_task(self._coordinate())
         await self._is_assigned.wait()
@@ -107,7 +107,7 @@ class SimConsumer:
         member_id = self._coordinator.member_id
         if member_id:
             group = self.cluster.group
-            await self._group_link.call(lambda respond: respond(group.leave(member_id)))
+            await self._group_connection.call(lambda respond: respond(group.leave(member_id)))
         await self._client.close()
 
     def assignment(self) -> frozenset[TopicPartition]:
@@ -172,7 +172,7 @@ class SimConsumer:
             coordinator, group = self._coordinator, self.cluster.group
             member_id, generation = coordinator.member_id, coordinator.generation
             try:
-                await self._group_link.call(
+                await self._group_connection.call(
                     lambda respond: respond(group.commit(member_id, generation, values))  # noqa: B023
                 )
             except UNREACHABLE:
@@ -188,7 +188,7 @@ class SimConsumer:
     async def _ask(self, look: Any) -> Any:
         while True:
             try:
-                return await self._data_link.call(lambda respond: respond(look()))
+                return await self._data_connection.call(lambda respond: respond(look()))
             except UNREACHABLE:
                 if self._closed:
                     raise
@@ -230,7 +230,7 @@ class SimConsumer:
         positions = {(key.topic, key.partition): state.position for key, state in wanted.items()}
         asked: dict[Partition, int] = {key: offset for key, offset in positions.items() if offset is not None}
         try:
-            found = await self._data_link.call(
+            found = await self._data_connection.call(
                 lambda respond: broker.hold(Fetch(broker, asked, FETCH_LIMIT, MAX_WAIT_S, respond))
             )
         except UNREACHABLE:
@@ -290,11 +290,11 @@ class SimConsumer:
     async def _join(self) -> list[Partition]:
         group, coordinator = self.cluster.group, self._coordinator
         member_id, name = coordinator.member_id, str(self._owner)
-        joined: Joined = await self._group_link.call(
+        joined: Joined = await self._group_connection.call(
             lambda respond: group.join(member_id, name, self._session_s, self._rebalance_s, respond)
         )
         coordinator.member_id, coordinator.generation = joined.member_id, joined.generation
-        assigned: list[Partition] = await self._group_link.call(
+        assigned: list[Partition] = await self._group_connection.call(
             lambda respond: group.sync(joined.member_id, joined.generation, respond)
         )
         return assigned
@@ -311,7 +311,7 @@ class SimConsumer:
             await asyncio.sleep(self._heartbeat_s)
             member_id, generation = coordinator.member_id, coordinator.generation
             try:
-                await self._group_link.call(
+                await self._group_connection.call(
                     lambda respond: respond(group.heartbeat(member_id, generation))  # noqa: B023
                 )
             except UNREACHABLE:

@@ -115,7 +115,7 @@ class Wire:
         future: asyncio.Future[Any] = loop.create_future()
         if self.closed or network.over or self.server in network.down:
             self.closed = True
-            future.set_exception(ConnectionResetError(f"{self.server}: the connection is closed"))
+            self._fail(future, "is closed")
             return future
         self._waiting[future] = None
         weather, rng = network.weather, network.rng
@@ -161,7 +161,11 @@ class Wire:
             self.on_break()
         for future in waiting:
             if not future.done():
-                future.set_exception(ConnectionResetError(f"{self.server}: the connection was lost"))
+                self._fail(future, "was lost")
+
+    def _fail(self, future: "asyncio.Future[Any]", what: str) -> None:
+        future.set_exception(ConnectionResetError(f"{self.server}: the connection {what}"))
+        future.exception()  # Looked at, so that asyncio does not complain where the client has given up.
 
     def _arrive_unanswered(self, serve: Serve) -> None:
         if not self._lost and self.server not in self._network.down:

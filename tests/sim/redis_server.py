@@ -6,6 +6,7 @@ random parts, none of which can be simulated.
 """
 
 from collections.abc import Callable, Sequence
+from hashlib import sha1
 from typing import Any
 
 import lupa.lua51 as lua
@@ -16,6 +17,7 @@ from tests.sim.network import Wire
 
 Command = Sequence[bytes]
 
+WRITES = frozenset((b"XADD", b"HSET", b"SET", b"HINCRBY"))
 INFO = b"redis_version:7.2.0\r\n"
 
 
@@ -26,6 +28,7 @@ class RedisObserver:
     def published(self, channel: bytes, message: bytes) -> None: ...
     def set_fields(self, key: bytes, values: dict[bytes, bytes]) -> None: ...
     def forgot(self) -> None: ...
+    def evicted(self, key: bytes) -> None: ...
 
 
 class _Lua:
@@ -49,7 +52,8 @@ class _Lua:
 
     def _call(self, *args: Any) -> Any:
         assert self.server is not None
-        return self._to_lua(self.server.execute([_argument(arg) for arg in args]))
+        reply = self.server.execute([arg if isinstance(arg, bytes) else _argument(arg) for arg in args])
+        return reply if isinstance(reply, (bytes, int)) else self._to_lua(reply)
 
     def _pcall(self, *args: Any) -> Any:
         try:
@@ -81,9 +85,7 @@ def table_of(table: Any, values: dict[bytes, Any]) -> Any:
     return table
 
 
-def _argument(arg: Any) -> bytes:
-    if isinstance(arg, bytes):
-        return arg
+def _argument(arg: float) -> bytes:
     return b"%d" % arg if arg == int(arg) else repr(arg).encode()
 
 
@@ -98,6 +100,10 @@ class RedisServer:
         self._observer = observer
         self._clock_offset_s = clock_offset_s
         self._subscribers: dict[bytes, list[Wire]] = {}
+        self.refuses: Callable[[], bool] | None = None
+        """Asked for each client's command: whether writes are refused for lack of memory. Of a script all are, or none:
+        Redis does not stop one in the middle."""
+        self._is_full = False
         self._num_entries = 0
         self._scripts: dict[bytes, bytes] = {}
         self._values: dict[bytes, Any] = {}
@@ -123,13 +129,25 @@ class RedisServer:
 
     def run(self, command: Command) -> Any:
         """A client's command: an error is returned, as in a reply."""
+        self._is_full = self.refuses is not None and self.refuses()
         try:
             return self.execute(command)
         except ResponseError as error:
             return error
 
     def execute(self, command: Command) -> Any:
-        return self._commands[command[0].upper()](command)
+        name = command[0]
+        if self._is_full and name in WRITES:
+            raise ResponseError("OOM command not allowed when used memory > 'maxmemory'.")
+        return self._commands[name](command)
+
+    def keys(self) -> list[bytes]:
+        return list(self._values)
+
+    def evict(self, key: bytes) -> None:
+        """Forgets one key, as an eviction policy does."""
+        self._drop(key)
+        self._observer.evicted(key)
 
     def subscribe(self, channel: bytes, wire: Wire) -> None:
         self._subscribers.setdefault(channel, []).append(wire)
@@ -243,8 +261,6 @@ class RedisServer:
         return len(alive)
 
     def _script(self, command: Command) -> bytes:
-        from hashlib import sha1
-
         sha = sha1(command[2], usedforsecurity=False).hexdigest().encode()
         self._scripts[sha] = command[2]
         return sha

@@ -97,7 +97,7 @@ class StreamAudit:
             parts = self._parts.get(index, [])
             self._parts[index] = [part for part in parts if part[0] <= count] if count else []
             if self._num_tokens(index) != count:
-                self._say("G6", f"attempt {event['epoch']} continues after {count} tokens that nobody has")
+                self._say("G6", f"attempt {event['epoch']} continues after {count} tokens that no reader has")
 
     def _end(self, event: dict[str, Any]) -> None:
         self.end = event

@@ -32,6 +32,8 @@ DRAIN_LIMIT_S = 15.0
 """A drain's grace period and the time to hand back."""
 REST_LIMIT_S = 15.0
 """After that no worker holds anything of a job. Longer than a session and the retry of a superseded job."""
+OF_SERVERS = ("restart_redis", "restart_redis_empty", "flush_redis", "evict_key", "refuse_writes", "stop_kafka")
+"""Faults that need no worker."""
 RESTART_S = 0.3
 SAMPLE_S = 0.2
 MAX_ORPHANED_SAMPLES = 3
@@ -109,11 +111,12 @@ class World:
                 self.loop.run_until_complete(self.loop.create_task(self._drive(), context=self.loop.neutral))
             except StuckError as error:
                 self.auditor.report("G8", str(error))
-            finally:
-                self._close()
-        return Outcome(
-            self.seed, self.auditor.violations, self.trace, self.loop.num_callbacks, self.loop.now_s, self.counts
-        )
+            outcome = Outcome(
+                self.seed, self.auditor.violations, self.trace, self.loop.num_callbacks, self.loop.now_s, self.counts
+            )
+            self._traced = False  # tasks are cancelled in any order
+            self._close()
+        return outcome
 
     async def _drive(self) -> None:
         plan, loop = self.plan, self.loop
@@ -121,7 +124,7 @@ class World:
         self.network.weather = plan.weather
         if plan.foreign_claim_s:
             ttl = b"%d" % round(plan.foreign_claim_s * 1000)
-            self.redis.execute([b"SET", b"tailrace:deployment", b'{"group":"other"}', b"PX", ttl])
+            self.redis.run([b"SET", b"tailrace:deployment", b'{"group":"other"}', b"PX", ttl])
         for index in range(plan.num_workers):
             self._start(index)
         for submission in self.workload.submissions:
@@ -183,7 +186,7 @@ class World:
     def _inject(self, fault: Fault) -> None:
         node = self._node(fault.worker)
         self.note(f"fault {fault.kind} {node and node.process} {fault.seconds:.3f} s")
-        if node is not None or fault.kind in ("restart_redis", "restart_redis_empty", "flush_redis", "stop_kafka"):
+        if node is not None or fault.kind in OF_SERVERS:
             self.counts[fault.kind] = self.counts.get(fault.kind, 0) + 1
             self.ownership.disturbed_until(self.loop.now_s + fault.seconds)
             getattr(self, fault.kind)(node, fault.seconds)
@@ -235,6 +238,19 @@ class World:
     def flush_redis(self, node: Node | None, seconds: float) -> None:
         self.redis.forget()
 
+    def evict_key(self, node: Node | None, seconds: float) -> None:
+        keys = self.redis.keys()
+        if keys:
+            self.redis.evict(self.rng.choice(keys))
+
+    def refuse_writes(self, node: Node | None, seconds: float) -> None:
+        share = self.rng.choice((0.1, 0.5, 1.0))
+        self.redis.refuses = lambda: self.rng.random() < share
+        self.loop.later(min(seconds, 2.0), self._accept_writes)
+
+    def _accept_writes(self) -> None:
+        self.redis.refuses = None
+
     def stop_kafka(self, node: Node | None, seconds: float) -> None:
         self.network.stop_server(KAFKA)
         self.loop.later(min(seconds, 2.0), self.network.start_server, KAFKA)
@@ -242,6 +258,7 @@ class World:
     def _heal(self) -> None:
         self.note("the faults have ended")
         self.network.heal()
+        self._accept_writes()
         for node in self.nodes:
             self._resume(node)
 
@@ -258,10 +275,13 @@ class World:
     def _cancel(self, job_id: str) -> None:
         """The key is set; the message follows, or not."""
         self.note(f"cancel {job_id}")
-        self.redis.execute([b"SET", b"tailrace:{%b}:cancel" % job_id.encode(), b"1", b"EX", b"3600"])
+        command = [b"SET", b"tailrace:{%b}:cancel" % job_id.encode(), b"1", b"EX", b"3600"]
+        if isinstance(self.redis.run(command), Exception):
+            self.loop.later(0.1, self._cancel, job_id)
+            return
         if self.rng.random() < 0.9:
             message = [b"PUBLISH", b"tailrace:control", job_id.encode()]
-            self.loop.later(self.network.latency(), self.redis.execute, message)
+            self.loop.later(self.network.latency(), self.redis.run, message)
 
     # The end
 
