@@ -235,7 +235,7 @@ class Auditor(BrokerObserver, RedisObserver):
             ids = (submission.job_id, f"unparsed:{suffix}")
             return origin in self._letters and any(self.results[i] and i in self._ended for i in ids)
         job_id = submission.job_id
-        if origin in self._letters:
+        if origin in self._letters and (self.results[f"duplicate:{suffix}"] or not self._forgets):
             return bool(self.results[f"duplicate:{suffix}"])
         return job_id in self._ended and any(self._fits(submission, value) for value in self.results[job_id])
 

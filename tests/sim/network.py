@@ -16,6 +16,8 @@ from tests.sim.loop import Process, State, VirtualLoop
 Respond = Callable[[Any], None]
 Serve = Callable[[Respond], None]
 
+INSTANT_S = 1e-7
+"""Between two messages of one connection: timers of one moment fire in any order."""
 SILENT_SHARE = 0.3
 """Of broken connections, those whose client is not told: it waits until its own time limit."""
 
@@ -123,7 +125,7 @@ class Wire:
         fate = rng.random()
         if fate < weather.p_late:
             arrives_s += rng.uniform(0.0, weather.max_late_s)
-        self._arrives_s = max(self._arrives_s, arrives_s)
+        self._arrives_s = max(self._arrives_s + INSTANT_S, arrives_s)
         fate -= weather.p_late
         if fate < 0 or fate >= weather.p_lost_request + weather.p_lost_reply:
             loop.at(self._arrives_s, self._arrive, serve, future)
@@ -180,7 +182,7 @@ class Wire:
     def _at_client(self, callback: Callable[..., None], *args: Any) -> None:
         network = self._network
         at_s = max(network.loop.now_s + network.latency(), network.passes_at(self.owner, self.server))
-        self._returns_s = max(self._returns_s, at_s)
+        self._returns_s = max(self._returns_s + INSTANT_S, at_s)
         network.loop.at(self._returns_s, callback, *args)
 
     def _push_arrives(self, message: Any) -> None:

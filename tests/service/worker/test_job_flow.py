@@ -71,6 +71,29 @@ async def test_a_send_of_a_job_that_was_lost_to_another_worker_is_withdrawn(work
     assert worker.names() == ["start", "delta", "decide", "abandon"]
 
 
+@pytest.mark.parametrize("value", [job(), None], ids=["runs", "is refused"])
+async def test_a_job_that_is_lost_while_its_stream_is_opened_leaves_nothing_behind(
+    worker: FakeWorker, value: bytes | None
+) -> None:
+    may_open, open_at_once = asyncio.Event(), worker.publisher.open
+    asked = asyncio.Event()
+
+    async def open_later(job_id: str, **fields: Any) -> Opened:
+        asked.set()
+        await may_open.wait()
+        return await open_at_once(job_id, **fields)
+
+    worker.publisher.open = open_later  # type: ignore[method-assign]
+    worker.deliver(value)
+    await asked.wait()
+    worker.flow.on_lost([("jobs", 0)])
+    may_open.set()
+    await eventually(lambda: not worker.flow._tasks, "the attempt has ended")
+    assert [name for name in worker.names() if name != "dead-letter"] == ["abandon"]
+    assert worker.table.job("job") is None
+    assert worker.completed == []
+
+
 async def test_a_cancellation_while_the_result_is_in_flight_changes_nothing(worker: FakeWorker) -> None:
     request_id = await running(worker)
     worker.producer.may_send.clear()
