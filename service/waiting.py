@@ -42,12 +42,14 @@ async def completes_before(
             if not done and report is not None:
                 report()
     finally:
-        if grace_s and not task.done():
-            await asyncio.wait({task}, timeout=grace_s)
-        completed = task.done()
-        task.cancel()
-        stopped.cancel()
-        await asyncio.gather(task, stopped, return_exceptions=True)
+        try:
+            if grace_s and not task.done():
+                await asyncio.wait({task}, timeout=grace_s)
+        finally:  # The caller may be cancelled during the grace, too.
+            completed = task.done()
+            task.cancel()
+            stopped.cancel()
+            await asyncio.gather(task, stopped, return_exceptions=True)
     if completed:
         task.result()
     return completed

@@ -121,7 +121,8 @@ class Completion:
                 field="id", value=run.job_id, limit="one job per id", job_id=run.job_id,
             )  # fmt: skip
             await self._dead_letter(run, error)
-            await self._open_and_end(run, placeholder_id("duplicate", run), "rejected", error)
+            if await self._open_and_end(run, placeholder_id("duplicate", run), "rejected", error):
+                return  # Settled, or fenced: then it is tried again, because the other attempt may have lost the record.
         self.settle(run)
 
     def settle(self, run: JobRun) -> None:

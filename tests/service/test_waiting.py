@@ -82,6 +82,26 @@ async def test_a_cancelled_race_cancels_its_work() -> None:
     assert ended.is_set()
 
 
+async def test_a_race_that_is_cancelled_during_its_grace_cancels_its_work_too() -> None:
+    event, ended = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    task = asyncio.create_task(completes_before(event, work(), grace_s=60))
+    await asyncio.sleep(0)
+    event.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+
+
 async def test_a_long_race_is_reported_again_and_again() -> None:
     reports = []
     event = asyncio.Event()

@@ -256,6 +256,8 @@ class Auditor(BrokerObserver, RedisObserver):
                 self.report("G1", f"{submission.kind} {submission.job_id} has no terminal record")
         for stream in self._streams.values():
             stream.check_all_published()
+            if stream.end is not None:
+                self._compare_end(stream)
         for job_id, values in list(self.results.items()):
             if values:
                 self._check_result(job_id, orjson.loads(values[-1]))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -200,3 +201,20 @@ async def test_a_superseded_record_is_settled_though_another_record_has_its_id_h
     await eventually(
         lambda: 0 in [delivery.offset for delivery in worker.completed], "the first record is settled"
     )
+
+
+async def test_a_refused_duplicate_that_is_fenced_is_not_settled_but_tried_again(worker: FakeWorker) -> None:
+    """The attempt that fenced it may belong to a worker that has lost the record, and sends nothing."""
+    duplicate = Opened(Outcome.DUPLICATE, 2, False, fate="completed", same_content=False)
+    refusal = worker.publisher.opened("duplicate:jobs:0:0")
+    fenced = worker.publisher.streams[0]
+    fenced.fenced = True
+    fenced.attempt = replace(fenced.attempt, origin=f"jobs/0/0@{int(worker.wall_s * 1000)}")
+    worker.publisher.outcomes = [duplicate, refusal]
+    worker.deliver(job())
+    await eventually(lambda: "start" in worker.names() and not worker.flow._tasks, "the attempt has ended")
+    assert worker.completed == []
+    worker.publisher.outcomes = [duplicate]
+    worker.flow.on_fenced("duplicate:jobs:0:0", fenced.epoch)
+    await eventually(lambda: bool(worker.completed), "the record is settled")
+    assert worker.names().count("results") == 1
