@@ -10,28 +10,16 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiokafka.errors import (
-    CommitFailedError,
-    ConsumerStoppedError,
-    IllegalGenerationError,
-    IllegalStateError,
-    KafkaConnectionError,
-    KafkaError,
-    RebalanceInProgressError,
-    RequestTimedOutError,
-    UnknownMemberIdError,
-)
+from aiokafka.errors import ConsumerStoppedError, IllegalStateError
 from aiokafka.structs import TopicPartition
 
 from tests.sim.broker import Fetch, Partition, Record
-from tests.sim.group import Joined
-from tests.sim.kafka_clients import RETRY_BACKOFF_S, Cluster, BrokerConnection, SimClient
+from tests.sim.kafka_clients import RETRY_BACKOFF_S, BrokerConnection, Cluster, SimClient
+from tests.sim.kafka_coordinator import UNREACHABLE, SimCoordinator, Timing
 from tests.sim.loop import OWNER
 
 MAX_WAIT_S = 0.5
 FETCH_LIMIT = 64
-GROUP_ERRORS = (UnknownMemberIdError, IllegalGenerationError, RebalanceInProgressError)
-UNREACHABLE = (KafkaConnectionError, RequestTimedOutError)
 
 
 @dataclass(slots=True, eq=False)
@@ -43,16 +31,6 @@ class _Assigned:
     buffer: list[Record] = field(default_factory=list)
     end: int = 0
     """Where the buffer's fetch ended: beyond its last record if the log has gaps there."""
-
-
-@dataclass(slots=True)
-class SimCoordinator:
-    """The part of aiokafka's coordinator that the product looks at."""
-
-    generation: int = -1
-    member_id: str = ""
-    _coordination_task: "asyncio.Task[None] | None" = None
-    _heartbeat_task: "asyncio.Task[None] | None" = None
 
 
 class SimConsumer:
@@ -69,23 +47,23 @@ class SimConsumer:
     ) -> None:
         assert not options["enable_auto_commit"]
         assert options["isolation_level"] == "read_committed"
-        self._session_s = session_timeout_ms / 1000
-        self._heartbeat_s = heartbeat_interval_ms / 1000
-        self._rebalance_s = rebalance_timeout_ms / 1000
         self._group_connection = BrokerConnection(self.cluster, request_timeout_ms / 1000)
         self._data_connection = BrokerConnection(self.cluster, request_timeout_ms / 1000)
         self._client = SimClient(self._group_connection, self._data_connection)
-        self._coordinator = SimCoordinator()
+        self._coordinator = SimCoordinator(
+            self.cluster.group,
+            self._group_connection,
+            Timing(session_timeout_ms / 1000, heartbeat_interval_ms / 1000, rebalance_timeout_ms / 1000),
+            str(OWNER.get()),
+            on_revoke=self._revoke,
+            on_assign=self._assign,
+        )
         self._fetcher = None
         self._closed = False
-        self._owner = OWNER.get()
         self._listener: Any = None
         self._assigned: dict[TopicPartition, _Assigned] = {}
         self._is_assigned = asyncio.Event()
         """Cleared during a rebalance."""
-        self._rejoin = asyncio.Event()
-        self._rejoin.set()
-        self._is_prepared = False
         self._arrived = asyncio.Event()
         self._is_fetching = False
         self._fetches: set[asyncio.Task[None]] = set()
@@ -95,19 +73,17 @@ class SimConsumer:
 
     async def start(self) -> None:
         await self._data_connection.call(lambda respond: respond(None))
-        loop = asyncio.get_running_loop()
-        self._coordinator._coordination_task = loop.create_task(self._coordinate())
+        self._coordinator.start()
         await self._is_assigned.wait()
 
     async def stop(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._end_tasks()
-        member_id = self._coordinator.member_id
-        if member_id:
-            group = self.cluster.group
-            await self._group_connection.call(lambda respond: respond(group.leave(member_id)))
+        self._coordinator.end_tasks()
+        for task in self._fetches:
+            task.cancel()
+        await self._coordinator.leave()
         await self._client.close()
 
     def assignment(self) -> frozenset[TopicPartition]:
@@ -163,27 +139,10 @@ class SimConsumer:
                 return {}
 
     async def commit(self, offsets: dict[TopicPartition, tuple[int, str]]) -> None:
-        """Commits until the broker answers; a request that is on its way survives a cancelled caller."""
         for key in offsets:
             if key not in self._assigned:
                 raise IllegalStateError(f"{key} is not assigned")
-        values = {(key.topic, key.partition): value for key, value in offsets.items()}
-        while True:
-            coordinator, group = self._coordinator, self.cluster.group
-            member_id, generation = coordinator.member_id, coordinator.generation
-            try:
-                await self._group_connection.call(
-                    lambda respond: respond(group.commit(member_id, generation, values))  # noqa: B023
-                )
-            except UNREACHABLE:
-                await asyncio.sleep(RETRY_BACKOFF_S)
-            except GROUP_ERRORS as error:
-                if not isinstance(error, RebalanceInProgressError):
-                    self._reset_generation()
-                self._rejoin.set()
-                raise CommitFailedError("the group has rebalanced") from error
-            else:
-                return
+        await self._coordinator.commit({(key.topic, key.partition): value for key, value in offsets.items()})
 
     async def _ask(self, look: Any) -> Any:
         while True:
@@ -252,71 +211,12 @@ class SimConsumer:
                 state.position = end
         self._fetch()
 
-    def _end_tasks(self) -> None:
-        coordinator = self._coordinator
-        for task in (coordinator._coordination_task, coordinator._heartbeat_task, *self._fetches):
-            if task is not None:
-                task.cancel()
+    async def _revoke(self) -> None:
+        self._is_assigned.clear()
+        await self._listener.on_partitions_revoked(set(self._assigned))
 
-    def _reset_generation(self) -> None:
-        self._coordinator.generation, self._coordinator.member_id = -1, ""
-        self._rejoin.set()
-
-    async def _coordinate(self) -> None:
-        while not self._closed:
-            await self._rejoin.wait()
-            if not self._is_prepared:
-                self._is_assigned.clear()
-                await self._listener.on_partitions_revoked(set(self._assigned))
-                self._is_prepared = True
-            await self._stop_heartbeat()
-            try:
-                assigned = await self._join()
-            except UNREACHABLE:
-                await asyncio.sleep(RETRY_BACKOFF_S)
-            except UnknownMemberIdError:
-                self._reset_generation()
-            except KafkaError:
-                pass
-            else:
-                self._rejoin.clear()
-                self._is_prepared = False
-                keys = [TopicPartition(*partition) for partition in assigned]
-                self._assigned = {key: _Assigned() for key in keys}
-                self._coordinator._heartbeat_task = asyncio.get_running_loop().create_task(self._heartbeat())
-                self._is_assigned.set()
-                await self._listener.on_partitions_assigned(keys)
-
-    async def _join(self) -> list[Partition]:
-        group, coordinator = self.cluster.group, self._coordinator
-        member_id, name = coordinator.member_id, str(self._owner)
-        joined: Joined = await self._group_connection.call(
-            lambda respond: group.join(member_id, name, self._session_s, self._rebalance_s, respond)
-        )
-        coordinator.member_id, coordinator.generation = joined.member_id, joined.generation
-        assigned: list[Partition] = await self._group_connection.call(
-            lambda respond: group.sync(joined.member_id, joined.generation, respond)
-        )
-        return assigned
-
-    async def _stop_heartbeat(self) -> None:
-        task, self._coordinator._heartbeat_task = self._coordinator._heartbeat_task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def _heartbeat(self) -> None:
-        group, coordinator = self.cluster.group, self._coordinator
-        while coordinator.member_id:
-            await asyncio.sleep(self._heartbeat_s)
-            member_id, generation = coordinator.member_id, coordinator.generation
-            try:
-                await self._group_connection.call(
-                    lambda respond: respond(group.heartbeat(member_id, generation))  # noqa: B023
-                )
-            except UNREACHABLE:
-                continue
-            except RebalanceInProgressError:
-                self._rejoin.set()
-            except KafkaError:
-                self._reset_generation()
+    async def _assign(self, partitions: list[Partition]) -> None:
+        keys = [TopicPartition(*partition) for partition in partitions]
+        self._assigned = {key: _Assigned() for key in keys}
+        self._is_assigned.set()
+        await self._listener.on_partitions_assigned(keys)
