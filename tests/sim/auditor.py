@@ -3,43 +3,22 @@
 It looks while the schedule runs (what is committed must be durable at that moment) and once more at its end.
 """
 
-import base64
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 
 from tests.sim.broker import BrokerObserver, Partition, Record
+from tests.sim.decoding import decode_map, job_id_of
 from tests.sim.ownership import Ownership
 from tests.sim.redis_server import RedisObserver
 from tests.sim.stream_audit import StreamAudit
 from tests.sim.workload import Kind, Submission, Workload
 
-MAP_PREFIX = "tailrace1:"
 ORIGIN_HEADERS = ("tailrace-dl-topic", "tailrace-dl-partition", "tailrace-dl-offset")
 REFUSED = (Kind.UNREADABLE, Kind.INVALID)
 """Their records go to the dead letters."""
-
-
-def decode_map(committed: int, metadata: str) -> Iterator[tuple[int, int]]:
-    """Yields the half-open ranges of offsets that a commit's metadata lists as complete."""
-    if not metadata.startswith(MAP_PREFIX):
-        return
-    payload = base64.urlsafe_b64decode(metadata[len(MAP_PREFIX) :])[4:]
-    numbers: list[int] = []
-    number = shift = 0
-    for byte in payload:
-        number |= (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80:
-            numbers.append(number)
-            number = shift = 0
-    position = committed
-    for incomplete, complete in zip(numbers[::2], numbers[1::2], strict=True):
-        first = position + incomplete
-        position = first + complete
-        yield first, position
 
 
 class Auditor(BrokerObserver, RedisObserver):
@@ -97,7 +76,9 @@ class Auditor(BrokerObserver, RedisObserver):
     def committed(self, partition: Partition, offset: int, metadata: str) -> None:
         self._note(f"commit {partition[1]}: {offset} {metadata}")
         if offset < self._floor.get(partition, 0):
-            self.report("G3", f"the commit of {partition} goes back from {self._floor[partition]} to {offset}")
+            self.report(
+                "G3", f"the commit of {partition} goes back from {self._floor[partition]} to {offset}"
+            )
         ranges = list(decode_map(offset, metadata))
         for origin, submission in self.by_origin.items():
             if origin[:2] != partition or origin in self._covered:
@@ -107,7 +88,9 @@ class Auditor(BrokerObserver, RedisObserver):
                 self._covered.add(origin)
                 if not self._is_safe(submission):
                     where = f"the map of {offset} lists" if in_map else f"the commit of {offset} passes"
-                    self.report("G3", f"{where} {origin}, {submission.kind} {submission.job_id}, not terminal")
+                    self.report(
+                        "G3", f"{where} {origin}, {submission.kind} {submission.job_id}, not terminal"
+                    )
 
     def generation_began(self, commits: dict[Partition, tuple[int, str]]) -> None:
         self._floor = {partition: offset for partition, (offset, _) in commits.items()}
@@ -128,7 +111,11 @@ class Auditor(BrokerObserver, RedisObserver):
         if value not in self._decided[job_id]:
             self.report("G2", f"the result of {job_id} was sent before it was decided")
         earlier = self.results[job_id]
-        if earlier and earlier[-1] != value and not self._may_differ(job_id, orjson.loads(earlier[-1]), result):
+        if (
+            earlier
+            and earlier[-1] != value
+            and not self._may_differ(job_id, orjson.loads(earlier[-1]), result)
+        ):
             self.report("G2", f"results of {job_id} differ: {earlier[-1].decode()} and {value.decode()}")
         earlier.append(value)
 
@@ -138,7 +125,9 @@ class Auditor(BrokerObserver, RedisObserver):
             return True  # each refusal replaces the one before
         if not self._forgets:
             return False
-        if job_id in self._workload.cancels or any(s.deadline_s or s.kind is Kind.CONFLICTING for s in same_id):
+        if job_id in self._workload.cancels or any(
+            s.deadline_s or s.kind is Kind.CONFLICTING for s in same_id
+        ):
             return True
         first_texts, second_texts = ([c["text"] for c in r["choices"]] for r in (first, second))
         return first["status"] == second["status"] and first_texts == second_texts
@@ -161,7 +150,7 @@ class Auditor(BrokerObserver, RedisObserver):
             stream.published(message)
 
     def set_fields(self, key: bytes, values: dict[bytes, bytes]) -> None:
-        job_id = _job_id(key)
+        job_id = job_id_of(key)
         if job_id is None:
             return
         if b"decided" in values:
@@ -184,7 +173,7 @@ class Auditor(BrokerObserver, RedisObserver):
             stream.forgot()
 
     def _stream(self, key: bytes) -> StreamAudit | None:
-        job_id = _job_id(key)
+        job_id = job_id_of(key)
         if job_id is None:
             return None
         stream = self._streams.get(job_id)
@@ -201,11 +190,15 @@ class Auditor(BrokerObserver, RedisObserver):
             return  # reported where the end is noted
         result = orjson.loads(self.results[stream.job_id][-1])
         if stream.end["status"] != result["status"]:
-            self.report("G2", f"{stream.job_id}: the stream says {stream.end['status']}, the result {result['status']}")
+            self.report(
+                "G2",
+                f"{stream.job_id}: the stream says {stream.end['status']}, the result {result['status']}",
+            )
         for choice in result["choices"]:
             if stream.text(choice["index"]) != choice["text"]:
                 self.report(
-                    "G4", f"{stream.job_id}: the stream has {stream.text(choice['index'])!r}, the result {choice['text']!r}"
+                    "G4",
+                    f"{stream.job_id}: the stream has {stream.text(choice['index'])!r}, the result {choice['text']!r}",
                 )
 
     # What must hold
@@ -294,11 +287,3 @@ class Auditor(BrokerObserver, RedisObserver):
             return
         if all(at_s < s.at_s for s in same_id) and status != "cancelled":
             self.report("G7", f"{job_id} was cancelled before it began and ended {status}")
-
-
-def _job_id(key: bytes) -> str | None:
-    """The job whose key or channel this is; None for any other one, and for the probes of new connections."""
-    begin, end = key.find(b"{"), key.rfind(b"}")
-    if begin < 0 or key[begin + 1 : begin + 2] == b"?":
-        return None
-    return key[begin + 1 : end].decode()

@@ -90,7 +90,9 @@ class Broker:
         self._num_producers += 1
         return self._num_producers
 
-    def produce(self, producer: int, partition: Partition, first_seq: int, records: Sequence[Unsent]) -> object:
+    def produce(
+        self, producer: int, partition: Partition, first_seq: int, records: Sequence[Unsent]
+    ) -> object:
         """Returns the error as a value. A batch that is there already is acknowledged and not appended again."""
         expected = self._next_seq.get((producer, partition), 0)
         if first_seq + len(records) <= expected:

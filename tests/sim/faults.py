@@ -12,7 +12,7 @@ SESSION_TIMEOUT_S = 3.0
 class Fault:
     at_s: float
     kind: str
-    """A method of `World`."""
+    """As `Injector` names it."""
     worker: int = 0
     seconds: float = 0.0
 
@@ -38,10 +38,10 @@ class Plan:
 
 
 KINDS = (
-    ("kill_worker", 4),
-    ("freeze_worker", 4),
-    ("drain_worker", 1),
-    ("isolate_worker", 3),
+    ("kill", 4),
+    ("freeze", 4),
+    ("drain", 1),
+    ("isolate", 3),
     ("cut_from_redis", 3),
     ("cut_from_kafka", 3),
     ("restart_redis", 1),

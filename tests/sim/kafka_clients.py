@@ -227,7 +227,9 @@ class SimAdmin:
         commits = self.cluster.broker.commits
 
         def serve(respond: Any) -> None:
-            respond({key: SimCommitted(*commits.get((key.topic, key.partition), (-1, ""))) for key in partitions})
+            respond(
+                {key: SimCommitted(*commits.get((key.topic, key.partition), (-1, ""))) for key in partitions}
+            )
 
         answer: dict[TopicPartition, SimCommitted] = await self._connection.call(serve)
         return answer

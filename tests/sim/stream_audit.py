@@ -72,7 +72,10 @@ class StreamAudit:
         if event["id"] != self.job_id:
             self._say("G4", f"an event of job {event['id']}")
         if epoch < self._top_epoch:
-            self._say("G5", f"{event['kind']} {epoch}/{seq} of an older attempt after the start of {self._top_epoch}")
+            self._say(
+                "G5",
+                f"{event['kind']} {epoch}/{seq} of an older attempt after the start of {self._top_epoch}",
+            )
             return
         if epoch > self._top_epoch:
             if event["kind"] != "start" and not self._has_forgotten:

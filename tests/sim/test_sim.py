@@ -8,8 +8,8 @@ import pytest
 
 from service.ingest.offsets import encode_completed
 from tests.sim.__main__ import main
-from tests.sim.auditor import decode_map
 from tests.sim.controls import CONTROLS
+from tests.sim.decoding import decode_map
 from tests.sim.world import run_schedule
 
 NUM_SCHEDULES = 150

@@ -210,7 +210,9 @@ def logs_to(note: Callable[[str], None] | None) -> Iterator[None]:
     def tell(_: Any, level: str, event: dict[str, Any]) -> Any:
         if note is None:
             raise structlog.DropEvent
-        fields = " ".join(f"{name}={value}" for name, value in event.items() if name not in ("event", "exc_info"))
+        fields = " ".join(
+            f"{name}={value}" for name, value in event.items() if name not in ("event", "exc_info")
+        )
         note(f"{level} {event.get('event')} {fields}")
         if event.get("exc_info"):
             import traceback
@@ -220,7 +222,9 @@ def logs_to(note: Callable[[str], None] | None) -> Iterator[None]:
 
     level = logging.DEBUG if note is not None else logging.CRITICAL
     structlog.configure(
-        processors=[tell], wrapper_class=structlog.make_filtering_bound_logger(level), cache_logger_on_first_use=False
+        processors=[tell],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        cache_logger_on_first_use=False,
     )
     try:
         yield
