@@ -122,7 +122,7 @@ class Completion:
             )  # fmt: skip
             await self._dead_letter(run, error)
             if await self._open_and_end(run, placeholder_id("duplicate", run), "rejected", error):
-                return  # Settled, or fenced: then it is tried again, because the other attempt may have lost the record.
+                return  # Settled, or fenced. A fenced one is tried again: the other attempt may have lost the record.
         self.settle(run)
 
     def settle(self, run: JobRun) -> None:

@@ -105,10 +105,8 @@ def report(summary: Summary, took_s: float, *, as_json: bool) -> None:
         )
         return
     rate = summary.num_schedules / took_s
-    print(
-        f"{summary.num_schedules} schedules in {took_s:.1f} s ({rate:.1f} a second), {summary.simulated_s:.0f} s of virtual "
-        f"time, faults: {', '.join(f'{name} {count}' for name, count in sorted(summary.faults.items()))}"
-    )
+    faults = ", ".join(f"{name} {count}" for name, count in sorted(summary.faults.items()))
+    print(f"{summary.num_schedules} schedules in {took_s:.1f} s, {rate:.1f} a second; faults: {faults}")
     print(f"{len(summary.violations)} schedules break a guarantee: {sorted(summary.violations)[:20]}")
 
 

@@ -1,4 +1,4 @@
-"""Judges a schedule by what reached the servers: results, dead letters, commits, events. It decodes all of them by itself.
+"""Judges a schedule by what reached the servers: results, dead letters, commits, events; it decodes them by itself.
 
 It looks while the schedule runs (what is committed must be durable at that moment) and once more at its end.
 """
@@ -195,11 +195,9 @@ class Auditor(BrokerObserver, RedisObserver):
                 f"{stream.job_id}: the stream says {stream.end['status']}, the result {result['status']}",
             )
         for choice in result["choices"]:
-            if stream.text(choice["index"]) != choice["text"]:
-                self.report(
-                    "G4",
-                    f"{stream.job_id}: the stream has {stream.text(choice['index'])!r}, the result {choice['text']!r}",
-                )
+            text = stream.text(choice["index"])
+            if text != choice["text"]:
+                self.report("G4", f"{stream.job_id}: the stream has {text!r}, the result {choice['text']!r}")
 
     # What must hold
 

@@ -1,4 +1,4 @@
-"""Which faults a schedule has, and when: drawn before it begins, so that they do not depend on what the product does."""
+"""Which faults a schedule has, and when. Drawn before it begins: they do not depend on what the product does."""
 
 import random
 from dataclasses import dataclass, field

@@ -1,8 +1,9 @@
 """Takes the place of aiokafka's consumer as a member of a group: its coordination, its fetches, its state.
 
-Modelled on aiokafka 0.14: the eager protocol, `on_partitions_revoked` before a join while heartbeats go on, fresh pauses
-and positions with every assignment, polls that last as long as a rebalance, commits that are sent again with the generation
-of the moment. Not modelled: max_poll_interval (the product polls always), a log that is cut back, unreadable records.
+Modelled on aiokafka 0.14: the eager protocol, `on_partitions_revoked` before a join while heartbeats go on, fresh
+pauses and positions with every assignment, polls that last as long as a rebalance, commits that are sent again with the
+generation of the moment. Not modelled: max_poll_interval (the product polls always), a log that is cut back, records
+that cannot be read.
 """
 
 import asyncio
@@ -112,11 +113,15 @@ class SimConsumer:
         return state.position
 
     async def beginning_offsets(self, partitions: list[TopicPartition]) -> dict[TopicPartition, int]:
-        return await self._ask(lambda: dict.fromkeys(partitions, 0))
+        beginnings: dict[TopicPartition, int] = await self._ask(lambda: dict.fromkeys(partitions, 0))
+        return beginnings
 
     async def end_offsets(self, partitions: list[TopicPartition]) -> dict[TopicPartition, int]:
         logs = self.cluster.broker.logs
-        return await self._ask(lambda: {key: logs[key.topic, key.partition].end for key in partitions})
+        ends: dict[TopicPartition, int] = await self._ask(
+            lambda: {key: logs[key.topic, key.partition].end for key in partitions}
+        )
+        return ends
 
     async def getmany(
         self, *partitions: TopicPartition, timeout_ms: int = 0, max_records: int | None = None

@@ -8,6 +8,7 @@ never run). Nothing here waits in real time, uses a socket or a thread.
 import asyncio
 import heapq
 import time
+from collections import deque
 from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
 from enum import Enum, auto
@@ -50,6 +51,10 @@ class StuckError(Exception):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
+    _ready: deque[Any]
+    _scheduled: list[Any]
+    _timer_cancelled_count: int
+
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
@@ -69,7 +74,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def later(self, delay_s: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
         return self.call_at(self.now_s + delay_s, callback, *args, context=self.neutral)
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> Any:
         """Runs `func` at once; its answer arrives as if a thread had given it."""
         future = self.create_future()
         try:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 from aiokafka.errors import IllegalGenerationError, UnknownMemberIdError
@@ -10,7 +11,7 @@ from aiokafka.errors import IllegalGenerationError, UnknownMemberIdError
 from tests.sim.broker import Broker, BrokerObserver, Record, Unsent
 from tests.sim.group import Group, Joined
 from tests.sim.loop import Process, VirtualLoop, context_of
-from tests.sim.network import Network, Weather
+from tests.sim.network import Network, Respond, Weather
 from tests.sim.ownership import Ownership
 from tests.sim.redis_server import RedisObserver, RedisServer
 
@@ -59,11 +60,13 @@ def test_a_connection_is_ordered_and_a_late_request_is_carried_out_though_its_cl
     network.weather = Weather(latency_s=0.01, p_late=0.5, max_late_s=5.0)
     served: list[int] = []
 
+    def serve(number: int, respond: Respond) -> None:
+        served.append(number)
+        respond(number)
+
     async def drive() -> None:
         wire = network.wire(None, "redis")
-        replies = [
-            wire.call(lambda respond, number=number: respond(served.append(number))) for number in range(20)
-        ]
+        replies = [wire.call(partial(serve, number)) for number in range(20)]
         await asyncio.wait(replies, timeout=0.05)
         assert len(served) < 20
         wire.close()

@@ -8,7 +8,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+import time
+import traceback
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -34,7 +36,7 @@ from service.worker.specs import TextLanes
 from service.worker.worker import Worker
 from tests.sim.kafka_clients import Cluster, SimAdmin, SimProducer
 from tests.sim.kafka_consumer import SimConsumer
-from tests.sim.loop import OWNER, VirtualLoop
+from tests.sim.loop import VirtualLoop
 from tests.sim.network import Network
 from tests.sim.redis_clients import SimConnection, SimRedis
 from tests.sim.redis_server import RedisServer
@@ -170,17 +172,10 @@ def replaced(around: Surroundings) -> Iterator[None]:
     nonces = itertools.count(1)
     fake_secrets = SimpleNamespace(token_hex=lambda size: f"{next(nonces):0{2 * size}x}")
 
-    def own_clock() -> Callable[[], float]:
-        import time
-
-        owner = OWNER.get()
-        assert owner is not None, "a worker's clock is made in its own context"
-        return lambda: time.time()
-
     for client in (SimConsumer, SimProducer, SimAdmin):
-        client.cluster = around.cluster  # type: ignore[attr-defined]
+        client.cluster = around.cluster
     for connection in (SimConnection, SimRedis):
-        connection.network, connection.server = around.network, around.redis  # type: ignore[attr-defined]
+        connection.network, connection.server = around.network, around.redis
     with contextlib.ExitStack() as stack:
         for target, part in {
             "service.ingest.kafka_clients.AIOKafkaConsumer": SimConsumer,
@@ -191,7 +186,7 @@ def replaced(around: Surroundings) -> Iterator[None]:
             "service.stream.publisher.secrets": fake_secrets,
             "service.stream.server_check.secrets": fake_secrets,
             "service.worker.worker.watch_loop_lag": _forever,
-            "service.worker.assembly.SharedClock": lambda: SharedClock(own_clock()),
+            "service.worker.assembly.SharedClock": lambda: SharedClock(time.time),
             "service.worker.assembly.Edges": partial(Edges, clock=clock),
             "service.worker.assembly.kafka_config": brief_kafka_config,
             "service.worker.assembly.stream_config": brief_stream_config,
@@ -207,7 +202,7 @@ def logs_to(note: Callable[[str], None] | None) -> Iterator[None]:
     """Gives the product's log events to `note`; without it they cost next to nothing."""
     before = structlog.get_config()
 
-    def tell(_: Any, level: str, event: dict[str, Any]) -> Any:
+    def tell(_: Any, level: str, event: MutableMapping[str, Any]) -> str:
         if note is None:
             raise structlog.DropEvent
         fields = " ".join(
@@ -215,8 +210,6 @@ def logs_to(note: Callable[[str], None] | None) -> Iterator[None]:
         )
         note(f"{level} {event.get('event')} {fields}")
         if event.get("exc_info"):
-            import traceback
-
             note(traceback.format_exc())
         raise structlog.DropEvent
 
