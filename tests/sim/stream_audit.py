@@ -23,8 +23,9 @@ class StreamAudit:
         self._top_epoch = 0
         """The highest epoch in the log, as far as Redis remembers."""
         self._next_seq = 0
-        self._has_forgotten = False
-        """An epoch goes on in a log that has lost its beginning: a hole is allowed once."""
+        self._epochs: set[int] = set()
+        self._interrupted: set[int] = set()
+        """Epochs that Redis has forgotten: each may go on in a log that has lost its beginning."""
         self._parts: dict[int, list[tuple[int, str]]] = {}
         """Per choice: number of tokens after the part, its text."""
         self._epoch = 0
@@ -35,7 +36,8 @@ class StreamAudit:
         """Records with this id are refused, so that its stream may be followed by another record's."""
 
     def forgot(self) -> None:
-        self._top_epoch, self._next_seq, self._has_forgotten = 0, 0, True
+        self._top_epoch, self._next_seq = 0, 0
+        self._interrupted = set(self._epochs)
 
     def added(self, data: bytes) -> None:
         event = orjson.loads(data)
@@ -77,18 +79,19 @@ class StreamAudit:
                 f"{event['kind']} {epoch}/{seq} of an older attempt after the start of {self._top_epoch}",
             )
             return
-        if epoch > self._top_epoch:
-            if event["kind"] != "start" and not self._has_forgotten:
+        if epoch in self._interrupted:
+            self._interrupted.discard(epoch)
+            self._next_seq = seq
+        elif epoch > self._top_epoch:
+            self._next_seq = 0
+            if event["kind"] != "start":
                 self._say("G4", f"{event['kind']} {epoch}/{seq} comes before its start")
-            if self._has_forgotten:
-                self._next_seq = seq
         elif event["kind"] == "start":
             self._say("G4", f"attempt {epoch} starts twice")
-        if epoch > self._top_epoch and event["kind"] == "start":
-            self._next_seq = 0
         if seq != self._next_seq:
             self._say("G4", f"seq {seq} of {epoch} instead of {self._next_seq}")
-        self._top_epoch, self._next_seq, self._has_forgotten = epoch, seq + 1, False
+        self._epochs.add(epoch)
+        self._top_epoch, self._next_seq = epoch, seq + 1
 
     def _num_tokens(self, index: int) -> int:
         parts = self._parts.get(index)
