@@ -13,6 +13,7 @@ from service.errors import DependencyError, InternalError, JobError
 from service.stream.assemble import ResumedChoice
 from service.stream.publisher import Opened, Outcome
 from service.wire import parse_result
+from service.worker.job_run import JobRun
 from tests.service.worker.fakes import FakeWorker
 from tests.support.streams import eventually
 
@@ -218,3 +219,11 @@ async def test_a_refused_duplicate_that_is_fenced_is_not_settled_but_tried_again
     worker.flow.on_fenced("duplicate:jobs:0:0", fenced.epoch)
     await eventually(lambda: bool(worker.completed), "the record is settled")
     assert worker.names().count("results") == 1
+
+
+async def test_a_refusal_that_gets_a_placeholder_leaves_its_first_id(worker: FakeWorker) -> None:
+    run = JobRun.begin(worker.deliver(job()), now_s=0.0, wall_s=0.0)
+    for job_id in ("job", "unparsed:jobs:0:0"):
+        worker.table.name(run, job_id, worker.publisher.opened(job_id))
+    assert worker.table.job("job") is not run
+    assert worker.table.job("unparsed:jobs:0:0") is run
