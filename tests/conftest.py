@@ -14,7 +14,9 @@ COMPILED_KERNELS.mkdir(mode=0o700, parents=True, exist_ok=True)
 os.environ.setdefault("NUMBA_CACHE_DIR", str(COMPILED_KERNELS))
 
 # Helper modules assert too; their failures should show the values as well.
-pytest.register_assert_rewrite("tests.kernels", "tests.scheduler", "tests.service", "tests.support")
+pytest.register_assert_rewrite(
+    "tests.kernels", "tests.scheduler", "tests.service", "tests.sim", "tests.support"
+)
 
 pytest_plugins = ["tests.support.kafka", "tests.support.redis"]
 

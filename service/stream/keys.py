@@ -88,7 +88,7 @@ return {'', time[1], time[2]}
 # attempts, began_ms, decided record.
 # The id belongs to the first record that has it, except when that one was refused, or has ended, or was left, in
 # another deployment: that one is gone, since this one holds the namespace. Sent twice by one caller (after a lost
-# reply) it counts once.
+# reply) it counts once. The first sending may come late, even after this attempt's first events: it changes nothing.
 OPEN = Script.of("""
 local held = redis.call('HMGET', KEYS[1], 'epoch', 'origin', 'digest', 'ended', 'refused', 'deployment', 'writer',
   'attempts', 'attempts_without_progress', 'began_ms', 'decided', 'accepted')
@@ -118,9 +118,7 @@ end
 local time = redis.call('TIME')
 local began_ms = tonumber(held[10] or time[1] * 1000 + math.floor(time[2] / 1000))
 local attempts, idle = tonumber(held[8] or 0), tonumber(held[9] or 0)
-if held[7] == ARGV[3] then
-  redis.call('HSET', KEYS[1], 'next_seq', 0)
-else
+if held[7] ~= ARGV[3] then
   epoch = math.max(epoch + 1, time[1] * 1000000 + time[2])
   attempts, idle = attempts + 1, idle + 1
   redis.call('HSET', KEYS[1], 'epoch', string.format('%.0f', epoch), 'origin', ARGV[1], 'digest', ARGV[2],

@@ -212,7 +212,9 @@ class AttemptWriter:
         if reply is AppendReply.FENCED:
             self.fence()
             return
-        if reply is AppendReply.WRITTEN_AFTER_LOSS and self._record and not self._sent_decided:
+        # With the end in Redis the record is of no more use, and one more command would write a second end.
+        lost = reply is AppendReply.WRITTEN_AFTER_LOSS and not self._sent_end
+        if lost and self._record and not self._sent_decided:
             self._decided = self._record
             self._num_enqueued += 1
         self.backlog_bytes -= sum(map(len, self._sent)) + len(self._sent_decided)

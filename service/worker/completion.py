@@ -121,7 +121,8 @@ class Completion:
                 field="id", value=run.job_id, limit="one job per id", job_id=run.job_id,
             )  # fmt: skip
             await self._dead_letter(run, error)
-            await self._open_and_end(run, placeholder_id("duplicate", run), "rejected", error)
+            if await self._open_and_end(run, placeholder_id("duplicate", run), "rejected", error):
+                return  # Settled, or fenced. A fenced one is tried again: the other attempt may have lost the record.
         self.settle(run)
 
     def settle(self, run: JobRun) -> None:
@@ -146,7 +147,10 @@ class Completion:
             return False
         if opened.outcome is Outcome.DUPLICATE:
             return False
-        if opened.outcome is Outcome.OPENED:
+        if opened.stream is not None:
+            if run.abandoned:
+                opened.stream.abandon()  # it was lost while the stream was being opened
+                return True
             self._edges.table.name(run, job_id, opened)
             if opened.decided is not None and await self.repeat(run, opened):
                 return True

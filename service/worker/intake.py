@@ -144,6 +144,9 @@ class Intake:
         if opened.stream is None:
             await self._completion.refuse_duplicate(run, opened)
             return
+        if run.abandoned:
+            opened.stream.abandon()  # it was lost while the stream was being opened
+            return
         self._edges.table.name(run, job.id, opened)
         if opened.decided is not None and await self._completion.repeat(run, opened):
             return

@@ -58,6 +58,8 @@ class JobTable:
 
     def name(self, run: JobRun, job_id: str, opened: Opened) -> None:
         """Register a job whose id is known and whose stream this worker writes."""
+        if self._by_job_id.get(run.job_id) is run:
+            del self._by_job_id[run.job_id]  # a refusal that lost this id gets a placeholder
         run.job_id, run.stream, run.number = job_id, opened.stream, opened.attempts
         if not run.has_time:
             run.date_ms = opened.began_ms

@@ -135,3 +135,23 @@ async def test_an_opening_whose_reply_was_lost_counts_once_and_keeps_its_epoch(
             assert opened.epoch == first == int(epoch() or 0)
         assert (opened.attempts, opened.attempts_without_progress) == (1, 1)
         assert await stream_of(opened).end(COMPLETED)
+
+
+async def test_hazard_the_first_sending_of_a_repeated_opening_arrives_after_the_first_events(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were the events counted from 0 again, those that are sent again after a lost reply would be in the log twice."""
+    async with running_publisher(redis_server.url) as publisher, Redis.from_url(redis_server.url) as redis:
+        commands = []
+        request = publisher._loop.request
+
+        async def recorded(command: bytes) -> Any:
+            commands.append(command)
+            return await request(command)
+
+        monkeypatch.setattr(publisher._loop, "request", recorded)
+        stream = await begin(publisher)
+        counted = await redis.hget(JobKeys.of(JOB).meta, "next_seq")
+        outcome, epoch, *_ = await request(commands[0])
+        assert (outcome, epoch) == (b"opened", stream.epoch)
+        assert await redis.hget(JobKeys.of(JOB).meta, "next_seq") == counted == b"2"

@@ -243,6 +243,19 @@ async def test_hazard_staying_alive_while_the_end_is_in_flight_would_end_the_str
     assert writer.ended
 
 
+async def test_hazard_a_redis_that_forgot_the_job_before_its_end_would_get_two_ends() -> None:
+    writer = Writer()
+    deciding = await begun(writer.decide(b"record"))
+    writer.command()
+    writer.acknowledge(AppendReply.WRITTEN)
+    assert await deciding
+    ending = await begun(writer.end(COMPLETED))
+    writer.command()
+    writer.acknowledge(AppendReply.WRITTEN_AFTER_LOSS)
+    assert await ending
+    assert (writer.closed, writer.ended, writer.dirty) == (True, True, False)
+
+
 async def test_a_write_that_can_never_succeed_raises_in_current_and_later_waiters() -> None:
     writer = Writer()
     writer.delta(0, "a", (1,))

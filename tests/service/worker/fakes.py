@@ -86,6 +86,9 @@ class FakePublisher:
             return outcome
         return self.opened(job_id)
 
+    async def origin_of(self, job_id: str) -> str | None:
+        return self.streams[-1].attempt.origin if self.streams else None
+
     def opened(self, job_id: str, **fields: Any) -> Opened:
         from service.stream.assemble import ResumedChoice
 

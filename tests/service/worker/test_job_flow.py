@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -12,6 +13,7 @@ from service.errors import DependencyError, InternalError, JobError
 from service.stream.assemble import ResumedChoice
 from service.stream.publisher import Opened, Outcome
 from service.wire import parse_result
+from service.worker.job_run import JobRun
 from tests.service.worker.fakes import FakeWorker
 from tests.support.streams import eventually
 
@@ -69,6 +71,29 @@ async def test_a_send_of_a_job_that_was_lost_to_another_worker_is_withdrawn(work
     worker.producer.may_send.set()
     await eventually(lambda: not worker.flow._tasks, "the attempt has ended")
     assert worker.names() == ["start", "delta", "decide", "abandon"]
+
+
+@pytest.mark.parametrize("value", [job(), None], ids=["runs", "is refused"])
+async def test_a_job_that_is_lost_while_its_stream_is_opened_leaves_nothing_behind(
+    worker: FakeWorker, value: bytes | None
+) -> None:
+    may_open, open_at_once = asyncio.Event(), worker.publisher.open
+    asked = asyncio.Event()
+
+    async def open_later(job_id: str, **fields: Any) -> Opened:
+        asked.set()
+        await may_open.wait()
+        return await open_at_once(job_id, **fields)
+
+    worker.publisher.open = open_later  # type: ignore[method-assign]
+    worker.deliver(value)
+    await asked.wait()
+    worker.flow.on_lost([("jobs", 0)])
+    may_open.set()
+    await eventually(lambda: not worker.flow._tasks, "the attempt has ended")
+    assert [name for name in worker.names() if name != "dead-letter"] == ["abandon"]
+    assert worker.table.job("job") is None
+    assert worker.completed == []
 
 
 async def test_a_cancellation_while_the_result_is_in_flight_changes_nothing(worker: FakeWorker) -> None:
@@ -177,3 +202,28 @@ async def test_a_superseded_record_is_settled_though_another_record_has_its_id_h
     await eventually(
         lambda: 0 in [delivery.offset for delivery in worker.completed], "the first record is settled"
     )
+
+
+async def test_a_refused_duplicate_that_is_fenced_is_not_settled_but_tried_again(worker: FakeWorker) -> None:
+    """The attempt that fenced it may belong to a worker that has lost the record, and sends nothing."""
+    duplicate = Opened(Outcome.DUPLICATE, 2, False, fate="completed", same_content=False)
+    refusal = worker.publisher.opened("duplicate:jobs:0:0")
+    fenced = worker.publisher.streams[0]
+    fenced.fenced = True
+    fenced.attempt = replace(fenced.attempt, origin=f"jobs/0/0@{int(worker.wall_s * 1000)}")
+    worker.publisher.outcomes = [duplicate, refusal]
+    worker.deliver(job())
+    await eventually(lambda: "start" in worker.names() and not worker.flow._tasks, "the attempt has ended")
+    assert worker.completed == []
+    worker.publisher.outcomes = [duplicate]
+    worker.flow.on_fenced("duplicate:jobs:0:0", fenced.epoch)
+    await eventually(lambda: bool(worker.completed), "the record is settled")
+    assert worker.names().count("results") == 1
+
+
+async def test_a_refusal_that_gets_a_placeholder_leaves_its_first_id(worker: FakeWorker) -> None:
+    run = JobRun.begin(worker.deliver(job()), now_s=0.0, wall_s=0.0)
+    for job_id in ("job", "unparsed:jobs:0:0"):
+        worker.table.name(run, job_id, worker.publisher.opened(job_id))
+    assert worker.table.job("job") is not run
+    assert worker.table.job("unparsed:jobs:0:0") is run
