@@ -34,6 +34,7 @@ def main() -> int:
         "--control-runs", type=int, default=1, help="runs without each mechanism (default: 1)"
     )
     parser.add_argument("--keep", type=Path, help="folder for logs of runs that did not go as they should")
+    parser.add_argument("--minutes", type=float, default=1e6, help="begin no run after this long")
     parser.add_argument("--report", type=Path, help="write the figures to this page")
     parser.add_argument("--json", action="store_true", help="print figures of all faults at the end, as JSON")
     arguments = parser.parse_args()
@@ -49,19 +50,19 @@ def _tasks(arguments: argparse.Namespace) -> list[Task]:
         tasks = quick_tasks(arguments.seed)
     else:
         first = arguments.seed
-        tasks = [
-            fault_task(each, seed)
-            for seed in range(first, first + arguments.runs)
-            for each in FAULTS.values()
-        ]
+        tasks = [scene_task(scene) for scene in all_scenes()]
+        tasks += [scene_task(Scene(*scene), without=without) for without, scene in CONTROLS.items()]
         tasks += [
             fault_task(each, seed, control=True)
             for seed in range(first, first + arguments.control_runs)
             for each in FAULTS.values()
             if each.control
         ]
-        tasks += [scene_task(scene) for scene in all_scenes()]
-        tasks += [scene_task(Scene(*scene), without=without) for without, scene in CONTROLS.items()]
+        tasks += [
+            fault_task(each, seed)
+            for seed in range(first, first + arguments.runs)
+            for each in FAULTS.values()
+        ]
     wanted = arguments.fault or [""]
     return [task for task in tasks if any(word in task.name for word in wanted)]
 
@@ -75,7 +76,7 @@ async def _run(tasks: list[Task], arguments: argparse.Namespace) -> int:
             _print_one(task, outcome)
 
     async with Suite(parallel=arguments.parallel, keep=arguments.keep) as suite:
-        await suite.run(tasks, note)
+        await suite.run(tasks, note, limit_s=60 * arguments.minutes)
     rows = _rows(pairs)
     if arguments.json:
         print(json.dumps(rows, indent=1))

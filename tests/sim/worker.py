@@ -76,9 +76,9 @@ def brief_kafka_config(settings: Settings, *, client_id: str) -> KafkaConfig:
     )
 
 
-def brief_stream_config(settings: Settings) -> StreamConfig:
+def brief_stream_config(settings: Settings, *, worker: str = "") -> StreamConfig:
     return replace(
-        stream_config(settings),
+        stream_config(settings, worker=worker),
         command_timeout_s=1.0,
         connect_timeout_s=1.0,
         stalled_after_s=0.4,

@@ -151,7 +151,7 @@ async def test_hazard_the_first_sending_of_a_repeated_opening_arrives_after_the_
 
         monkeypatch.setattr(publisher._loop, "request", recorded)
         stream = await begin(publisher)
-        counted = await redis.hget(JobKeys.of(JOB).meta, "next_seq")
+        counted = await redis.hget(keys_of(JOB).meta, "next_seq")
         outcome, epoch, *_ = await request(commands[0])
         assert (outcome, epoch) == (b"opened", stream.epoch)
-        assert await redis.hget(JobKeys.of(JOB).meta, "next_seq") == counted == b"2"
+        assert await redis.hget(keys_of(JOB).meta, "next_seq") == counted == b"2"
