@@ -57,6 +57,29 @@ class Opened:
     """The holder's record has the same bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class PublisherStats:
+    """A snapshot of the publisher. Counts are over its life."""
+
+    healthy: bool
+    problem: str | None
+    """Why Redis could not be used at the last attempt; None: it could."""
+    open_jobs: int
+    backlog_jobs: int
+    """Jobs with events that Redis has not acknowledged."""
+    backlog_bytes: int
+    """Estimate of the size of these events."""
+    round_trips: int
+    round_trip_s: float
+    """Total time of all round trips."""
+    failures: int
+    """Round trips and connections that failed."""
+    losses: int
+    """Writes that found a Redis which had forgotten acknowledged events."""
+    fenced: int
+    """Attempts that ended because a newer one had started."""
+
+
 def _ignore_fenced(job_id: str, epoch: int) -> None:
     del job_id, epoch
 
@@ -80,52 +103,29 @@ class StreamPublisher:
         self._append = append
         self._loop = WriteLoop(config, ServerCheck(config, append), self._closed)
         self._writers: dict[str, AttemptWriter] = {}
-        self.num_fenced = 0
+        self._num_fenced = 0
         self.deployment = ""
         """Fingerprint of the deployment whose jobs these are; set before the first `open`."""
 
     @property
-    def problem(self) -> str | None:
-        """Why Redis could not be used at the last attempt; None: it could."""
-        return self._loop.problem
-
-    @property
     def healthy(self) -> bool:
-        """The last round trip succeeded and none has been waiting for long."""
+        """Whether the last round trip succeeded and none has been waiting for long."""
         return self._loop.healthy
 
-    @property
-    def round_trip_s(self) -> float:
-        """Total time of all round trips."""
-        return self._loop.round_trip_s
-
-    @property
-    def num_round_trips(self) -> int:
-        return self._loop.num_round_trips
-
-    @property
-    def num_failures(self) -> int:
-        """Round trips and connections that failed."""
-        return self._loop.num_failures
-
-    @property
-    def num_lost(self) -> int:
-        """Writes that found a Redis which had forgotten acknowledged events."""
-        return self._loop.num_lost
-
-    @property
-    def num_open_jobs(self) -> int:
-        return len(self._writers)
-
-    @property
-    def backlog_jobs(self) -> int:
-        """Jobs with events that Redis has not acknowledged."""
-        return sum(writer.dirty for writer in self._writers.values())
-
-    @property
-    def backlog_bytes(self) -> int:
-        """Estimate of their size."""
-        return sum(writer.backlog_bytes for writer in self._writers.values())
+    def stats(self) -> PublisherStats:
+        loop, writers = self._loop, self._writers.values()
+        return PublisherStats(
+            healthy=loop.healthy,
+            problem=loop.problem,
+            open_jobs=len(writers),
+            backlog_jobs=sum(writer.dirty for writer in writers),
+            backlog_bytes=sum(writer.backlog_bytes for writer in writers),
+            round_trips=loop.num_round_trips,
+            round_trip_s=loop.round_trip_s,
+            failures=loop.num_failures,
+            losses=loop.num_lost,
+            fenced=self._num_fenced,
+        )
 
     async def run(self) -> None:
         """Write until `stop()`; wait while Redis is away or refuses. Raises SettingsError when it is too old."""
@@ -244,7 +244,7 @@ class StreamPublisher:
             return
         del self._writers[attempt.job_id]
         if writer.fenced:
-            self.num_fenced += 1
+            self._num_fenced += 1
             self._on_fenced(attempt.job_id, attempt.epoch)
         elif not writer.ended:
             meta = JobKeys.of(attempt.job_id, self._config.namespace).meta

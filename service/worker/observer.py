@@ -56,7 +56,7 @@ class Observer:
         metrics.forks.inc(self._grown("forks", stats.num_forks))
 
     def _sample_edges(self, wall_s: float) -> None:
-        metrics, consumer, publisher = self._metrics, self._consumer.stats(), self._publisher
+        metrics, consumer, publisher = self._metrics, self._consumer.stats(), self._publisher.stats()
         metrics.incomplete_offsets.set(consumer.incomplete)
         head_ms = consumer.head_timestamp_ms
         head_age_s = wall_s - head_ms / 1000 if head_ms and head_ms > 0 else 0.0  # 0, -1: no timestamp
@@ -65,7 +65,7 @@ class Observer:
         metrics.rebalances.inc(self._grown("assignments", consumer.assignments))
         metrics.redis_backlog_bytes.set(publisher.backlog_bytes)
         metrics.redis_backlog_jobs.set(publisher.backlog_jobs)
-        metrics.redis_round_trips.inc(self._grown("round_trips", publisher.num_round_trips))
+        metrics.redis_round_trips.inc(self._grown("round_trips", publisher.round_trips))
         metrics.redis_round_trip_s.inc(self._grown("round_trip_s", publisher.round_trip_s))
         metrics.dependency_up.labels(dependency="kafka").set(consumer.ready)
         metrics.dependency_up.labels(dependency="redis").set(publisher.healthy)

@@ -73,7 +73,7 @@ def _kafka_problem(parts: Parts) -> str | None:
 
 def _redis_problem(parts: Parts) -> str | None:
     if not parts.publisher.healthy:
-        return f"no round trip succeeds: {parts.publisher.problem or 'not connected yet'}"
+        return f"no round trip succeeds: {parts.publisher.stats().problem or 'not connected yet'}"
     if not parts.listener.listening.is_set():
         return f"cancellations are not heard: {parts.listener.problem or 'not subscribed yet'}"
     return None if parts.claim.held else "the namespace is not claimed yet"

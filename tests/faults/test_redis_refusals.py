@@ -99,8 +99,8 @@ async def _refuse(service: ServiceUnderTest, server: RedisServer, worker: Worker
         await eventually(lambda: "redis" in worker.readiness.reasons(), f"the worker says so: {refusal}")
         assert worker.parts is not None
         publisher = worker.parts.publisher
-        failures = publisher.num_failures
-        await eventually(lambda: publisher.num_failures > failures + 3, f"it goes on trying: {refusal}")
+        failures = publisher.stats().failures
+        await eventually(lambda: publisher.stats().failures > failures + 3, f"it goes on trying: {refusal}")
         assert word in worker.readiness.reasons()["redis"]
     results = await service.wait_for_results([str(job["id"]) for job in [*running, *waiting]])
     streams = [await service.read(job_id) for job_id in results]

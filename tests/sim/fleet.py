@@ -42,7 +42,7 @@ class Node:
             "jobs in the table": len(parts.table),
             "ids in the table": len(parts.table._by_job_id),
             "tasks": len(parts.flow._tasks),
-            "open streams": parts.publisher.num_open_jobs,
+            "open streams": parts.publisher.stats().open_jobs,
             "running requests": stats.num_running,
             "waiting requests": stats.num_waiting,
             "held blocks": stats.held_blocks,

@@ -18,7 +18,8 @@ from tests.support.redis import RedisServer
 JOBS_BEFORE, JOBS_DURING, JOBS_AFTER = 24, 8, 8
 END_LIMIT_S = 60.0
 COMMIT_LIMIT_S = 10.0
-METRICS_LIMIT_S = 5.0
+METRICS_LIMIT_S = 20.0
+"""A worker that was put out of its group learns of it at its next heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)

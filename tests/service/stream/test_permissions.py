@@ -73,18 +73,20 @@ async def test_a_missing_right_is_an_outage_with_a_name_and_no_job_is_opened(
 
         def refused_again() -> bool:
             assert not publisher.healthy
-            return publisher.num_failures >= 3
+            return publisher.stats().failures >= 3
 
         await eventually(refused_again, "connections are refused")
-        assert names(missing, publisher.problem or "")
+        assert names(missing, publisher.stats().problem or "")
         opening = asyncio.create_task(open_job(publisher, JOB))
-        before = publisher.num_failures
-        await eventually(lambda: publisher.num_failures >= before + 3 and not publisher.healthy, "and again")
+        before = publisher.stats().failures
+        await eventually(
+            lambda: publisher.stats().failures >= before + 3 and not publisher.healthy, "and again"
+        )
         assert not opening.done()
         assert admin.keys(f"*{JOB}*") == []
         grant(admin, f"+{missing}")
         assert (await opening).outcome is Outcome.OPENED
-        assert (publisher.healthy, publisher.problem) == (True, None)
+        assert (publisher.healthy, publisher.stats().problem) == (True, None)
 
 
 async def test_rights_to_the_namespaces_keys_and_channels_are_enough(
@@ -106,9 +108,9 @@ async def test_a_user_without_rights_to_the_namespace_opens_no_job(
     url = url_without(redis_server, admin)
     grant(admin, "resetkeys" if missing == "~*" else "resetchannels")
     async with running_publisher(url) as publisher:
-        await eventually(lambda: publisher.num_failures >= 3, "connections are refused")
+        await eventually(lambda: publisher.stats().failures >= 3, "connections are refused")
         assert not publisher.healthy
-        assert re.search("ermissions to access|can't (access|publish)", publisher.problem or "")
+        assert re.search("ermissions to access|can't (access|publish)", publisher.stats().problem or "")
         grant(admin, missing)
         assert (await open_job(publisher, JOB)).outcome is Outcome.OPENED
 
@@ -149,7 +151,7 @@ async def test_hazard_an_event_whose_publication_is_refused_is_in_the_log_once(
                 assert await stream.flushed()
                 await admin.execute_command("ACL", "SETUSER", "half", "resetchannels")
                 stream.delta(0, "b", (2,))
-                await eventually(lambda: publisher.problem is not None, "the refusal is seen")
+                await eventually(lambda: publisher.stats().problem is not None, "the refusal is seen")
                 await admin.execute_command("ACL", "SETUSER", "half", "&*")
                 assert await stream.flushed()
                 assert await stream.end(COMPLETED)

@@ -51,7 +51,11 @@ async def test_a_stream_from_start_to_end(redis_server: RedisServer) -> None:
         assembler = assembled(events)
         assert assembler.problems() == []
         assert assembler.texts() == ["0 2 4 ", "1 3 "]
-        assert (publisher.num_open_jobs, publisher.backlog_jobs, publisher.backlog_bytes) == (0, 0, 0)
+        assert (
+            publisher.stats().open_jobs,
+            publisher.stats().backlog_jobs,
+            publisher.stats().backlog_bytes,
+        ) == (0, 0, 0)
         for key in (keys_of(JOB).log, keys_of(JOB).meta):
             assert 0 < await redis.ttl(key) <= FAST.stream_ttl_s
 
@@ -60,12 +64,12 @@ async def test_a_step_of_all_jobs_is_one_round_trip(redis_server: RedisServer) -
     async with running_proxy(redis_server.port) as proxy, running_publisher(proxy.url) as publisher:
         ids = [f"job-{i}" for i in range(32)]
         streams = await asyncio.gather(*(open_stream(publisher, job_id) for job_id in ids))
-        before = publisher.num_round_trips
+        before = publisher.stats().round_trips
         for stream in streams:
             stream.start()
             stream.delta(0, "x", (1,))
         assert all(await asyncio.gather(*(stream.flushed() for stream in streams)))
-        assert publisher.num_round_trips == before + 1
+        assert publisher.stats().round_trips == before + 1
 
 
 async def test_a_foreign_key_costs_one_job_its_stream_and_affects_no_other_job(
@@ -87,7 +91,7 @@ async def test_a_foreign_key_costs_one_job_its_stream_and_affects_no_other_job(
         assert await bad.decide(b"record")
         assert await bad.end(COMPLETED)
         assert not bad.fenced
-        assert publisher.num_open_jobs == 1
+        assert publisher.stats().open_jobs == 1
         assert publisher.healthy
 
 
@@ -113,7 +117,7 @@ async def test_hazard_junk_in_one_jobs_meta_is_a_conflict_of_that_job_and_no_out
         with pytest.raises(JobError, match="junk") as caught:
             async with asyncio.timeout(5):
                 await open_job(publisher, "junk")
-        assert publisher.num_failures == 0
+        assert publisher.stats().failures == 0
         assert (await open_job(publisher, "good")).outcome is Outcome.OPENED
     assert caught.value.code == "stream_conflict"
 
@@ -126,7 +130,7 @@ async def test_hazard_a_log_that_takes_no_more_entries_costs_one_job_its_stream(
         await redis.xadd(keys_of(JOB).log, {"foreign": "x"}, id=f"{2**64 - 1}-{2**64 - 1}")
         stream.start()
         assert await asyncio.wait_for(stream.flushed(), 5), "what can never be written is not waited for"
-        assert publisher.num_failures == 0
+        assert publisher.stats().failures == 0
 
 
 async def test_unwritten_events_raise_when_the_publisher_stops(
@@ -136,7 +140,7 @@ async def test_unwritten_events_raise_when_the_publisher_stops(
     publisher = StreamPublisher(replace(FAST, redis_url=redis_server.url))
     running = asyncio.create_task(publisher.run())
     opening = asyncio.create_task(open_job(publisher, JOB))
-    await eventually(lambda: publisher.num_failures > 1, "Redis is away")
+    await eventually(lambda: publisher.stats().failures > 1, "Redis is away")
     publisher.stop()
     async with asyncio.timeout(5):
         await running

@@ -22,7 +22,7 @@ async def test_a_redis_restart_that_loses_the_scripts_and_all_memory_is_survived
         await eventually(lambda: not publisher.healthy, "Redis is away")
         redis_server.start()
         assert await stream.flushed()
-        assert publisher.num_lost == 1
+        assert publisher.stats().losses == 1
         async with Redis.from_url(redis_server.url) as redis:
             assert await log_events(redis, JOB) == [Delta(JOB, stream.epoch, 2, 0, "b", (2,))]
             assert await redis.hget(keys_of(JOB).meta, "origin") == b"jobs/0/7"
@@ -47,7 +47,7 @@ async def test_a_full_redis_delays_the_stream_and_loses_nothing(redis_server: Re
         try:
             stream.start()
             await eventually(lambda: not publisher.healthy, "the refusal is seen")
-            assert "maxmemory" in (publisher.problem or "")
+            assert "maxmemory" in (publisher.stats().problem or "")
         finally:
             await redis.config_set("maxmemory", "0")
         assert await stream.flushed()
