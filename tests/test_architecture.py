@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -58,3 +60,14 @@ def test_hops_are_numbered_without_holes(walk: str) -> None:
     section = ARCHITECTURE.read_text().split(f"\n## {walk}\n")[1].split("\n## ")[0]
     numbers = [int(number) for number in re.findall(r"^(\d+)\.", section, re.MULTILINE)]
     assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_the_list_of_files_is_that_of_the_code() -> None:
+    code = "import runpy, sys; print(runpy.run_path(sys.argv[1])['table'](), end='')"
+    made = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT / "ops" / "files-table")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert made.stdout in ARCHITECTURE.read_text(), "run ops/files-table"

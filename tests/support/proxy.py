@@ -44,6 +44,10 @@ class Proxy:
         for gate in self._open.values():
             gate.set()
 
+    def redirect(self, target_port: int) -> None:
+        """New connections go to another server."""
+        self._target_port = target_port
+
     def cut(self) -> None:
         """Close all connections at once; what is held back is lost."""
         for writer in list(self._writers):

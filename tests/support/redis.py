@@ -116,25 +116,29 @@ def _binary_of(version: str) -> str:
     pytest.skip(message)
 
 
-def new_server(folder: Path) -> RedisServer:
-    """Of the version that is installed; not started."""
-    return RedisServer(_binary(), folder)
+VERSIONS = ("system", "6.2", "valkey")
+"""What is installed, the oldest Redis that is served, and the Valkey of the embedded pair."""
 
 
-@pytest.fixture(scope="module", params=["system", "6.2", "valkey"])
+def new_server(folder: Path, version: str = "system") -> RedisServer:
+    """One of VERSIONS, not started."""
+    return RedisServer(_binary() if version == "system" else _binary_of(version), folder)
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
 def any_redis_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     """Each server that a worker may meet; empty at the beginning of the module only."""
-    yield from _running(_binary() if request.param == "system" else _binary_of(request.param))
+    yield from _running(request.param)
 
 
 @pytest.fixture(scope="session")
 def redis_session_server() -> Iterator[RedisServer]:
-    yield from _running(_binary())
+    yield from _running("system")
 
 
-def _running(binary: str) -> Iterator[RedisServer]:
+def _running(version: str) -> Iterator[RedisServer]:
     with tempfile.TemporaryDirectory(prefix="tailrace-redis-") as folder:
-        server = RedisServer(binary, Path(folder))
+        server = new_server(Path(folder), version)
         server.start()
         try:
             yield server

@@ -116,6 +116,10 @@ class Auditor:
         ]
         await asyncio.gather(*(ready.wait() for ready in self._ready))
 
+    def redirect(self, redis_url: str) -> None:
+        """The next connection to Redis goes to another server."""
+        self._redis_url = redis_url
+
     async def stop(self) -> None:
         """Raises what ended a part of it before."""
         broken = [task.exception() for task in self._tasks if task.done() and not task.cancelled()]

@@ -5,8 +5,10 @@ import contextlib
 import json
 import random
 import signal
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
@@ -16,6 +18,7 @@ from tests.faults.harness.jobs import job
 from tests.faults.harness.runs import Fault
 from tests.faults.harness.testbed import PARTITIONS, SESSION_TIMEOUT_S, Testbed
 from tests.support.proxy import Direction
+from tests.support.redis import RedisServer, new_server
 
 FAULTS: dict[str, Fault] = {}
 Inject = Callable[[Testbed, random.Random], Awaitable[None]]
@@ -183,6 +186,37 @@ async def _redis_read_only(bed: Testbed, draw: random.Random) -> None:
         await asyncio.sleep(draw.uniform(*PAUSE_S))
         client.replicaof("NO", "ONE")
     bed.note_fault()
+
+
+@_fault("replica of Redis promoted", control="reconnecting to Redis", own_servers=True)
+async def _promotion(bed: Testbed, draw: random.Random) -> None:
+    """Replication is asynchronous: the last writes may be missing on the server that takes over."""
+    bed.redis_forgets = bed.live_interrupted = True
+    former = bed.redis_server
+    replica = await asyncio.to_thread(_replica_of, former, bed.folder / "replica")
+    bed.exit_stack.callback(former.start)
+    bed.exit_stack.callback(replica.stop)
+    await asyncio.sleep(draw.uniform(0.0, 0.5))
+    await asyncio.to_thread(former.stop)
+    with contextlib.closing(replica.client()) as client:
+        client.replicaof("NO", "ONE")
+    bed.redis_server = replica
+    bed.auditor.redirect(replica.url)
+    bed.redis_link.redirect(replica.port)
+    bed.redis_link.cut()
+    bed.note_fault()
+
+
+def _replica_of(server: RedisServer, folder: Path) -> RedisServer:
+    """Returns when it has all that the other one has."""
+    folder.mkdir()
+    replica = new_server(folder)
+    replica.start()
+    with contextlib.closing(replica.client()) as client:
+        client.replicaof("127.0.0.1", str(server.port))
+        while client.info("replication")["master_link_status"] != "up":  # type: ignore[index]
+            time.sleep(0.01)
+    return replica
 
 
 @_fault("Kafka restarted", control="resent results", own_servers=True)

@@ -17,7 +17,7 @@ from tests.faults.harness.directed import CONTROLS, Scene, all_scenes, play
 from tests.faults.harness.invariants import Texts, Violation
 from tests.faults.harness.runs import Fault, Outcome, expected_texts, run_once
 from tests.support.kafka import KafkaBroker
-from tests.support.redis import RedisServer, free_port, new_server
+from tests.support.redis import VERSIONS, RedisServer, free_port, new_server
 
 Servers = tuple[KafkaBroker, RedisServer]
 
@@ -102,8 +102,12 @@ class ServerPool:
         folder = self._folder / f"servers-{len(self._all)}"
         (folder / "kafka").mkdir(parents=True)
         (folder / "redis").mkdir()
-        proxied = (free_port(), free_port()) if self._shared is not None else None
-        servers = KafkaBroker(folder / "kafka", proxied=proxied), new_server(folder / "redis")
+        if self._shared is None:
+            servers = KafkaBroker(folder / "kafka"), new_server(folder / "redis")
+        else:
+            version = VERSIONS[len(self._all) % len(VERSIONS)]
+            kafka = KafkaBroker(folder / "kafka", proxied=(free_port(), free_port()))
+            servers = kafka, new_server(folder / "redis", version)
         self._all.append(servers)
         servers[0].start()
         servers[1].start()

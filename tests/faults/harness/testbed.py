@@ -52,6 +52,8 @@ class Testbed:
     ledger: Ledger
     auditor: Auditor
     points: PointServer
+    exit_stack: AsyncExitStack
+    """For what a fault starts."""
     without: Sequence[str] = ()
     workers: dict[str, WorkerProcess] = field(default_factory=dict)
     affected_s: float | None = None
@@ -224,7 +226,17 @@ async def running_testbed(
         stack.push_async_callback(points.stop)
         auditor = Auditor(kafka.bootstrap, redis_server.url, environ)
         bed = Testbed(
-            folder, kafka, redis_server, redis_link, kafka_link, environ, ledger, auditor, points, without
+            folder,
+            kafka,
+            redis_server,
+            redis_link,
+            kafka_link,
+            environ,
+            ledger,
+            auditor,
+            points,
+            stack,
+            without,
         )
         stack.callback(lambda: [worker.kill() for worker in bed.workers.values()])
         await auditor.start()
