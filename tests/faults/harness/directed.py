@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redis.asyncio import Redis
-
 from tests.faults.harness.invariants import Texts, Violation
 from tests.faults.harness.points import Armed
 from tests.faults.harness.runs import Outcome, finish
@@ -110,13 +108,6 @@ async def _disconnect(bed: Testbed) -> None:
     bed.redis_link.cut()
 
 
-async def _forget(bed: Testbed) -> None:
-    bed.redis_forgets = True
-    async with Redis.from_url(bed.redis_server.url) as redis:
-        async for key in redis.scan_iter(match=f"{bed.namespace}:*", count=1000):
-            await redis.delete(key)
-
-
 async def _send_again(bed: Testbed) -> None:
     await bed.publish([bed.ledger.bodies[TARGET]])
 
@@ -127,7 +118,7 @@ EVENTS: dict[str, Event] = {
     "fence": _fence,
     "deadline": _deadline,
     "disconnect": _disconnect,
-    "Redis forgets": _forget,
+    "Redis forgets": Testbed.forget_keys,
     "sent again": _send_again,
 }
 

@@ -5,10 +5,11 @@ import math
 import random
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from tests.faults.harness.fault import Fault
 from tests.faults.harness.invariants import Run, Texts, Violation, judge
 from tests.faults.harness.jobs import NUM_JOBS, job
 from tests.faults.harness.testbed import Testbed, running_testbed
@@ -20,24 +21,6 @@ END_LIMIT_S = 60.0
 COMMIT_LIMIT_S = 10.0
 METRICS_LIMIT_S = 20.0
 """A worker that was put out of its group learns of it at its next heartbeat."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """`inject` is called while jobs run, and returns when what it broke works again. It may publish and cancel."""
-
-    name: str
-    inject: Callable[[Testbed, random.Random], Awaitable[None]]
-    control: str = ""
-    """The mechanism without which an invariant breaks."""
-    settings: dict[str, str] = field(default_factory=dict)
-    environ: dict[str, str] = field(default_factory=dict)
-    """For the worker processes themselves."""
-    workers: int = 2
-    control_limit_s: float = 30.0
-    """How long to wait for jobs that the control may have lost."""
-    own_servers: bool = False
-    """It stops or fills Kafka or Redis: it gets its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def fault_task(fault: Fault, seed: int, *, control: bool = False) -> Task:
     async def perform(folder: Path, servers: Servers, texts: Texts) -> Outcome:
         if not control:
             return await run_once(fault, seed, folder, servers, texts)
-        limit_s = fault.control_limit_s
+        limit_s = fault.limit_s
         return await run_once(
             fault, seed, folder, servers, texts, without=[fault.control], end_limit_s=limit_s
         )
@@ -61,7 +61,7 @@ def quick_tasks(seed: int) -> list[Task]:
     """Each fault once, a part of the directed search that the seed chooses, and proof that the judge can say no."""
     scenes = random.Random(seed).sample(all_scenes(), QUICK_SCENES)
     return [
-        *(fault_task(fault, seed) for fault in FAULTS.values()),
+        *(fault_task(fault, seed) for fault in sorted(FAULTS.values(), key=lambda each: -each.limit_s)),
         *(scene_task(scene) for scene in scenes),
         *(scene_task(Scene(*CONTROLS[name]), without=name) for name in QUICK_CONTROLS),
     ]

@@ -149,6 +149,13 @@ class Testbed:
                         return
                 await asyncio.sleep(RETRY_S)
 
+    async def forget_keys(self) -> None:
+        """Redis loses the keys of this run's namespace, as at FLUSHALL: other runs share the server."""
+        self.redis_forgets = True
+        async with Redis.from_url(self.redis_server.url) as redis:
+            async for key in redis.scan_iter(match=f"{self.namespace}:*", count=1000):
+                await redis.delete(key)
+
     async def forget_members(self, *workers: str) -> None:
         """Kafka lets these members of the group go at once, as when their sessions time out; without names, all."""
         async with self._group() as (leave, describe):
