@@ -129,7 +129,7 @@ async def _run_service(
         _job(f"{name}-{number}", request, tenant=name, stream=stream)
         for number, request in enumerate(requests)
     ]
-    awaited = [client.results.expect(job["id"]) for job in jobs]
+    awaited = [client.expect(job["id"]) for job in jobs]
     started_s, started_cpu_s = time.monotonic(), time.thread_time()
     await asyncio.gather(*(client.publish(job["id"], orjson.dumps(job)) for job in jobs))
     results = await asyncio.gather(*awaited)

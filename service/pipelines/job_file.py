@@ -161,7 +161,7 @@ class BatchRun:
         return job_id, orjson.dumps(document)
 
     async def _result_of(self, job_id: str, value: bytes) -> Result:
-        awaited = self._client.results.expect(job_id)
+        awaited = self._client.expect(job_id)
         try:
             seen = await seen_before(self._client.redis, self._client.settings.namespace, job_id, value)
             if seen is Seen.NEVER:

@@ -19,15 +19,17 @@ MOST_RESTARTS = 12
     limit_s=90,
     settings={
         "max_poll_interval_s": "10",
-        "max_num_seqs": "4",
+        "max_num_seqs": "16",
         "max_waiting": "16",
         "deterministic_step_ms": "60",
     },
 )
 async def _long_jobs(bed: Testbed, draw: random.Random) -> None:
-    """The worker has no room for most of the jobs for longer than the interval."""
+    """Jobs of twelve seconds begin together, and the worker has no room for another one until they end."""
     del draw
     bed.undisturbed = True
+    await bed.auditor.wait_until_ended(list(bed.ledger.bodies), 60)
+    await bed.publish([job(5000 + index, max_tokens=200, n=1) for index in range(36)])
 
 
 @fault("worker killed", control="commit after completion")
@@ -92,6 +94,7 @@ async def _rebalance_storm(bed: Testbed, draw: random.Random) -> None:
     for round_ in range(4):
         name = f"guest-{round_}"
         worker = bed.start_worker(name)
+        await bed.publish([job(6000 + 10 * round_ + index, max_tokens=200) for index in range(8)])
         await asyncio.sleep(draw.uniform(0.8, 2.0))
         bed.exit_codes[name] = await worker.terminate()
 
